@@ -168,12 +168,12 @@ def accuracy(model: nn.Module, data: Data) -> float:
         return sum((model(x).argmax(1) == y).sum().item() for x, y in batches(*data, 1000)) / len(data[1])
 
 
-def cell(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> str:
+def cell(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float], digits: int = 3) -> str:
     """Mean ± standard error over seeds."""
     values = torch.tensor([value(row) for row in rows], dtype=torch.float64)
     if len(values) < 2:
-        return f"{values.mean():.3f}"
-    return f"{values.mean():.3f} ± {values.std() / len(values) ** 0.5:.3f}"
+        return f"{values.mean():.{digits}f}"
+    return f"{values.mean():.{digits}f} ± {values.std() / len(values) ** 0.5:.{digits}f}"
 
 
 def table(rows: Sequence[dict[str, Any]], link: str) -> list[str]:

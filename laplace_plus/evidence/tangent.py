@@ -9,8 +9,9 @@ deep learning", 2022) has θ* in place of the network's weights:
     M(Λ) = log p(D | h(θ*))/T − ½ ‖θ* − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T),
     θ*   = argmin_θ −log p(D | h(θ))/T + ½ ‖θ − μ₀‖²_Λ.
 
-H is the posterior's own curvature at the network's outputs. It is not recomputed at ``h(θ*)``: the simple variant of
-that paper, which did better there.
+H is the posterior's own curvature at the network's outputs: the simple variant of that paper, which did better there.
+``curvature_at="optimum"`` recomputes it, with the same Jacobian, from the likelihood at ``h(θ*)`` for each θ*. It then
+counts as fixed in the updates of Λ, so that F may fall; with Gaussian noise it does not change.
 
 As θ* is a minimiser, ``∂M/∂log λ_g = ½ (γ_g − λ_g ‖θ* − μ₀‖²_g)`` with the effective parameters
 ``γ_g = tr (H/T + Λ)⁻¹_g H_g/T``. Where it vanishes, MacKay's (1992) fixed point ``λ_g = γ_g / ‖θ* − μ₀‖²_g`` holds.
@@ -40,6 +41,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.evidence.fitted_data import survey
 from laplace_plus.evidence.marginal_likelihood import EvidenceTuner
 from laplace_plus.evidence.objective import EvidencePoint, Objective
+from laplace_plus.evidence.tangent_curvature import curvature_at
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, check_counts
 from laplace_plus.io.passes import once
@@ -57,6 +59,10 @@ their rounding error alone."""
 
 _REMEMBERED = 5
 """Steps used in an extrapolation, the usual depth of Anderson's method."""
+
+
+_FALL = 0.1
+"""Nats by which an extrapolation may lower M where H follows θ*: M may fall on the way, but not far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +112,8 @@ class Tangent(EvidenceTuner):
         max_iterations: The number of alternations after which to give up.
         predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum,
             ``f(x) + J(x) (θ* − θ̃)``.
+        curvature_at: The outputs at which the evidence takes H: the ``"network"``'s, or the tangent model's at its
+            ``"optimum"``, which costs one or two more passes for each θ*. Predictions keep the posterior's own H.
         method: How precisions are updated for each θ: ``"marginal_likelihood"`` (to their optimum), ``"mackay"`` (one
             step of the fixed point) or ``"em"`` (one step, slower).
         max_steps: The number of steps after which the convex optimisation of one alternation gives up.
@@ -118,6 +126,7 @@ class Tangent(EvidenceTuner):
     tolerance: float = 1e-2
     max_iterations: int = 100
     predictive_mean: str = "network"
+    curvature_at: str = "network"
     method: str = "marginal_likelihood"
     max_steps: int = 1000
     keep_jacobian: bool | None = None
@@ -127,6 +136,7 @@ class Tangent(EvidenceTuner):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
+        check_choice("place of the curvature", self.curvature_at, ("network", "optimum"))
         check_choice("method", self.method, ("marginal_likelihood", "mackay", "em"))
         check_counts(max_steps=self.max_steps)
 
@@ -155,7 +165,7 @@ class Tangent(EvidenceTuner):
             posterior.network, model.likelihood, data, temperature=posterior.temperature, keep_jacobian=kept
         )
         ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
-        search = _Alternation(self, objective, tangent)
+        search = _Alternation(self, objective, tangent, posterior)
         now, optimum, trace = search.run(ticks)
         advice = (
             f"and an optimum within {optimum.decrement:.2g} nats after {search.n_iterations} alternations and "
@@ -194,23 +204,24 @@ class Tangent(EvidenceTuner):
 class _Alternation:
     """Maximises F over θ and Λ alternately."""
 
-    def __init__(self, options: Tangent, objective: Objective, tangent: TangentModel):
-        self.options, self.objective, self.tangent = options, objective, tangent
+    def __init__(self, options: Tangent, objective: Objective, tangent: TangentModel, posterior: Tunable):
+        self.options, self.objective, self.tangent, self.posterior = options, objective, tangent, posterior
         self.n_steps = self.n_evaluations = self.n_iterations = 0
 
     def run(self, ticks: Iterator[int]) -> tuple[EvidencePoint, TangentOptimum, list[float]]:
         """Alternate until the tolerance is met: the last point, θ* there, and all values."""
         tolerance, accuracy, mixer = self.options.tolerance, _COARSE, _Extrapolation()
-        point, start, best, trace = self.objective.start(), None, -math.inf, []
+        point, start, last, trace = self.objective.start(), None, -math.inf, []
         plain = point
         for _ in itertools.islice(ticks, self.options.max_iterations):
             self.n_iterations += 1
             optimum, now = self._optimum(point, start, accuracy)
-            if now.value < best - 2 * accuracy and mixer.used:  # undo the extrapolation
+            allowed = 2 * accuracy if self.options.curvature_at == "network" else _FALL
+            if now.value < last - allowed and mixer.used:  # undo the extrapolation
                 point, mixer = plain, _Extrapolation()
                 continue
             found = now, optimum
-            start, best = optimum.vector, max(best, now.value)
+            start, last = optimum.vector, now.value
             trace.append(now.value)
             finest = self._finest(now, optimum)
             if now.norm <= tolerance:
@@ -244,6 +255,9 @@ class _Alternation:
         optimum: TangentOptimum = once("tangent optimum", search)
         self.n_steps += optimum.n_iterations
         self.n_evaluations += 1
+        if self.options.curvature_at == "optimum":
+            model = replace(model, curvature=curvature_at(self.posterior, self.tangent, optimum.vector))
+            self.objective = replace(self.objective, model=model)  # the next search for θ* is preconditioned by it
         at = replace(model, vector=optimum.vector, statistics=optimum.statistics)
         return optimum, replace(self.objective, model=at).at(point)
 

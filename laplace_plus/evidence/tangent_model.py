@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import _memory
+from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
@@ -153,6 +154,14 @@ class TangentModel:
                 gradient += line.T @ residual.flatten() if kept else line.pull.one(residual)
         loss = -self.likelihood.log_likelihood(statistics) / self.temperature
         return Evaluation(float(loss), gradient / self.temperature.to(gradient.device), statistics)
+
+    def outputs_at(self, vector: Tensor) -> Iterator[tuple[Batch, Tensor]]:
+        """Every batch with the tangent's outputs ``h(θ, x) [B, *, C]`` at θ ``[P]``, in one pass."""
+        self._counter[0] += 1
+        for batch, line in self._stream.linearizations("tangent model", ordered=False):
+            with torch.no_grad():
+                outputs = line.outputs + line.push((vector.to(self.vector) - self.vector)[None])[0]
+            yield batch, outputs
 
     def _lines(self) -> Iterable[tuple[Any, Tensor, Any]]:
         """Of each batch the target, the outputs at θ̃ and the linearisation; where it is kept, the Jacobian."""

@@ -138,11 +138,8 @@ class _Surface:
 
     def __init__(self, landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor):
         if point.ndim != 1 or not len(point) or not point.is_floating_point():
-            raise ConfigurationError(
-                "point must be a vector.",
-                expected="a floating-point tensor [P]",
-                got=f"{list(point.shape)} of {point.dtype}",
-            )
+            got = f"{list(point.shape)} of {point.dtype}"
+            raise ConfigurationError("point must be a vector.", expected="a floating-point tensor [P]", got=got)
         self._landscape = landscape if isinstance(landscape, Landscape) else FunctionLandscape(landscape)
         self._point, self.count = point.detach(), 0
         self.gradient = self._landscape.gradient(self._point[None])[0]

@@ -82,11 +82,8 @@ class Diffusion:
         if self.rtol is not None and not 0 <= self.rtol < 1:
             raise ConfigurationError("rtol is out of range.", expected="0 <= rtol < 1", got=repr(self.rtol))
         if self.kind != "kernel" and self.backend in _PROJECTIONS:
-            raise ConfigurationError(
-                "A projection gives no eigenvalues.",
-                expected='kind="kernel", or backend="lanczos" or "svd"',
-                got=f"kind={self.kind!r} with backend={self.backend!r}",
-            )
+            what, expected = "A projection gives no eigenvalues.", 'kind="kernel", or backend="lanczos" or "svd"'
+            raise ConfigurationError(what, expected=expected, got=f"kind={self.kind!r} with backend={self.backend!r}")
 
 
 class NoiseField(ABC):
@@ -167,11 +164,9 @@ def noise_field(
         ConfigurationError: A prior precision of zero, under which noise in the null space has no scale.
     """
     if not bool((landscape.prior_precision > 0).all()):
-        raise ConfigurationError(
-            "Diffusions need a proper prior.",
-            expected="a landscape with prior_precision > 0",
-            got=f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero",
-        )
+        what = "Diffusions need a proper prior."
+        got = f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero"
+        raise ConfigurationError(what, expected="a landscape with prior_precision > 0", got=got)
     if options.backend in _PROJECTIONS:
         return ProjectedField(landscape, _PROJECTIONS[options.backend])
     return SpectralField(landscape, options, generator)

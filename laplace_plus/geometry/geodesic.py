@@ -98,11 +98,9 @@ def geodesic(
     check_settings(rtol, atol, max_evaluations, max_energy_change)
     fits = velocities.ndim == 2 and start.shape in (velocities.shape[1:], velocities.shape)
     if not fits or not len(velocities) or start.dtype != velocities.dtype or not start.is_floating_point():
-        raise ConfigurationError(
-            "Starts and velocities do not fit together.",
-            expected="velocities [k, P] and a start [P] or [k, P], of one floating type",
-            got=f"{list(velocities.shape)} of {velocities.dtype} and {list(start.shape)} of {start.dtype}",
-        )
+        expected = "velocities [k, P] and a start [P] or [k, P], of one floating type"
+        got = f"{list(velocities.shape)} of {velocities.dtype} and {list(start.shape)} of {start.dtype}"
+        raise ConfigurationError("Starts and velocities do not fit together.", expected=expected, got=got)
     increasing = times.ndim == 1 and len(times) > 0 and bool((times.diff(prepend=times.new_zeros(1)) > 0).all())
     if not increasing or not bool(torch.isfinite(times).all()):
         raise ConfigurationError(
@@ -136,8 +134,6 @@ def check_settings(rtol: float, atol: float, max_evaluations: int, max_energy_ch
     """Raise :class:`ConfigurationError` for settings out of range."""
     whole = isinstance(max_evaluations, int) and not isinstance(max_evaluations, bool)
     if not (0 < rtol < 1 and 0 < atol < math.inf and max_energy_change > 0 and whole and max_evaluations >= 1):
-        raise ConfigurationError(
-            "Bad settings of a geodesic's solver.",
-            expected="0 < rtol < 1, atol > 0, max_energy_change > 0 and an integer max_evaluations >= 1",
-            got=f"rtol={rtol}, atol={atol}, max_energy_change={max_energy_change}, max_evaluations={max_evaluations!r}",
-        )
+        expected = "0 < rtol < 1, atol > 0, max_energy_change > 0 and an integer max_evaluations >= 1"
+        got = f"rtol={rtol}, atol={atol}, max_energy_change={max_energy_change}, max_evaluations={max_evaluations!r}"
+        raise ConfigurationError("Bad settings of a geodesic's solver.", expected=expected, got=got)

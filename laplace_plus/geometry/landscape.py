@@ -116,12 +116,9 @@ class SecondOrder(Checked):
                 found = self.attempt(name, partial(way, points, directions), judge)
                 if found is not None:
                     return found
-        raise UnsupportedError(
-            "The loss cannot be differentiated twice.",
-            expected="operations that torch can differentiate twice",
-            got=f"an operation that it cannot{self.reason}",
-            fix="Replace that operation by elementary ones.",
-        )
+        what = "The loss cannot be differentiated twice."
+        expected, got = "operations that torch can differentiate twice", f"an operation that it cannot{self.reason}"
+        raise UnsupportedError(what, expected=expected, got=got, fix="Replace that operation by elementary ones.")
 
 
 def _agrees(

@@ -166,12 +166,9 @@ class LossLandscape(Landscape):
             for batch in self._batches():
                 size = batches.batch_size(batch.target)
                 if not batches.can_be_cut(batch.inputs, size):
-                    raise UnsupportedError(
-                        "The batches cannot be cut into examples.",
-                        expected="inputs with the examples along their first axis",
-                        got=batches.describe(batch.inputs),
-                        fix="Use all data.",
-                    )
+                    what = "The batches cannot be cut into examples."
+                    expected, got = "inputs with the examples along their first axis", batches.describe(batch.inputs)
+                    raise UnsupportedError(what, expected=expected, got=got, fix="Use all data.")
                 for own, chosen in zip(parts, indices, strict=True):
                     here = (chosen[(chosen >= first) & (chosen < first + size)] - first).tolist()
                     if here:

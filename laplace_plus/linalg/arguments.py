@@ -65,10 +65,8 @@ def working_type(dtype: torch.dtype) -> torch.dtype:
 def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
     """Start vectors of a Krylov space in ``dtype``, if given; ConfigurationError for others, or a depth below one."""
     if not isinstance(v, Tensor) or v.ndim == 0 or not v.is_floating_point() or v.numel() == 0:
-        raise ConfigurationError(
-            "The start vectors have the wrong type or shape.",
-            expected="a floating-point tensor [n], or a stack [..., n]",
-            got=f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__,
-        )
+        what = "The start vectors have the wrong type or shape."
+        got = f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
+        raise ConfigurationError(what, expected="a floating-point tensor [n], or a stack [..., n]", got=got)
     require_count("depth", depth, 1)
     return v if dtype is None else v.to(dtype)

@@ -111,7 +111,7 @@ def arnoldi(
     """
     start = _start(v, depth, dtype)
     space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
-    return ArnoldiDecomposition(*_decomposition(space, start, depth, reproject))
+    return ArnoldiDecomposition(*decomposition(space, start, depth, reproject))
 
 
 @without_autocast
@@ -150,7 +150,7 @@ def lanczos(
     space = KrylovSpace(
         matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
     )
-    return LanczosDecomposition(*_decomposition(space, start, depth))
+    return LanczosDecomposition(*decomposition(space, start, depth))
 
 
 def _start(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
@@ -161,9 +161,10 @@ def _start(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
     return start
 
 
-def _decomposition(
+def decomposition(
     space: KrylovSpace, start: Tensor, depth: int, reproject: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
+    """The fields of an :class:`ArnoldiDecomposition`, after a space was extended."""
     space.extend(depth)
     operator, rank, matvecs, shape = space.operator, space.rank, space.operator.matvecs, start.shape[:-1]
     outputs = [x.reshape((*shape, *x.shape[1:])) for x in (space.vectors, space.matrix, space.residual, space.norm)]

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.linalg.arguments import require_count, require_tolerance, start_vectors
-from laplace_plus.linalg.arnoldi import arnoldi
+from laplace_plus.linalg.arguments import require_count, require_tolerance, start_vectors, without_autocast
+from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, decomposition
+from laplace_plus.linalg.krylov import KrylovSpace
 from laplace_plus.linalg.linear_maps import Matvec
 from laplace_plus.linalg.matrix_functions import FunctionValue
 
@@ -23,6 +24,7 @@ MatrixFunction = Callable[[Tensor], Tensor]
 """A function of a square matrix ``[K, K]``, of torch operations, such as ``torch.linalg.matrix_exp``."""
 
 
+@without_autocast
 def arnoldi_function(
     matvec: Matvec,
     f: MatrixFunction,
@@ -30,6 +32,7 @@ def arnoldi_function(
     *,
     depth: int = 30,
     tolerance: float | None = None,
+    cap: int = 100,
     rmatvec: Matvec | None = None,
     dtype: torch.dtype | None = None,
     parameters: Iterable[Tensor] | None = None,
@@ -46,8 +49,9 @@ def arnoldi_function(
             :func:`of_eigenvalues`, or one of your own.
         v: ``[n]``, or a stack ``[..., n]``.
         depth: K, at most n steps are taken.
-        tolerance: What ``converged`` compares the error with, as a fraction of the value's norm; the square root of
-            machine epsilon by default.
+        tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
+            ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
+        cap: Limit on the number of steps with a tolerance.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
         dtype: Type of the vectors; that of v by default. Half precision is used for products only.
         parameters: The tensors A depends on, where they cannot be found from its autograd graph.
@@ -68,21 +72,32 @@ def arnoldi_function(
     """
     require_tolerance(tolerance=tolerance)
     start = start_vectors(v, depth, dtype)
-    depth = min(depth, start.shape[-1])
-    space = arnoldi(matvec, start, depth, rmatvec=rmatvec, parameters=parameters)
-    coordinates, changes = [], []
-    for matrix, rank in zip(space.hessenberg.reshape(-1, depth, depth), space.rank.flatten().tolist(), strict=True):
-        steps = rank - max(1, rank // 4)  # the error is the change by the last quarter, as of a symmetric operator
-        now, earlier = (pad(f(matrix[:k, :k].double())[:, :1].flatten(), (0, depth - k)) for k in (rank, max(1, steps)))
-        coordinates.append(now)
-        known = rank < depth or space.converged
+    cap = min(depth if tolerance is None else cap, start.shape[-1])
+    space, depth = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters), min(depth, cap)
+    while True:
+        now = ArnoldiDecomposition(*decomposition(space, start, depth))
+        coordinates, error = _coordinates(now, f)
+        value = (coordinates[..., None, :] @ now.vectors)[..., 0, :] / now.scale[..., None]
+        error = error.to(value.dtype) / now.scale.detach()
+        limit = torch.finfo(value.dtype).eps ** 0.5 if tolerance is None else tolerance
+        converged = bool((error <= limit * value.detach().norm(dim=-1)).all())
+        if converged or depth >= cap:
+            return FunctionValue(value, error, now.matvecs, converged, now.vectors.shape[-2])
+        depth = min(cap, depth + max(4, depth // 4))
+
+
+def _coordinates(space: ArnoldiDecomposition, f: MatrixFunction) -> tuple[Tensor, Tensor]:
+    """``f(H) e₁``, ``[..., K]``, and its change by the last quarter of the steps, as of a symmetric operator."""
+    matrices, found, changes = space.hessenberg.flatten(0, -3) if space.rank.ndim else space.hessenberg[None], [], []
+    for matrix, rank in zip(matrices, space.rank.flatten().tolist(), strict=True):
+        steps = rank - max(1, rank // 4)
+        columns = (f(matrix[:k, :k].double())[:, :1].flatten() for k in (rank, max(1, steps)))
+        now, earlier = (pad(column, (0, len(matrix) - len(column))) for column in columns)
+        found.append(now)
+        known = rank < len(matrix) or space.converged
         changes.append(now.new_zeros(()) if known else (now - earlier if steps else now).detach().norm())
-    column = torch.stack(coordinates).view(*start.shape[:-1], 1, depth).to(space.vectors.dtype)
-    value = (column @ space.vectors)[..., 0, :] / space.scale[..., None]
-    error = torch.stack(changes).view(start.shape[:-1]).to(value.dtype) / space.scale.detach()
-    limit = torch.finfo(value.dtype).eps ** 0.5 if tolerance is None else tolerance
-    converged = bool((error <= limit * value.detach().norm(dim=-1)).all())
-    return FunctionValue(value, error, space.matvecs, converged, depth)
+    shape = space.rank.shape
+    return torch.stack(found).view(*shape, -1).to(space.vectors.dtype), torch.stack(changes).view(shape)
 
 
 def phi(order: int) -> MatrixFunction:

@@ -174,12 +174,10 @@ def _golub_kahan(
     kept = max(truncated_depth(norm, rank, small, residual), 1)
     allowed = agreement(outer)
     if bool((adjointness > allowed).any()):
-        raise OperatorError(
-            "rmatvec is not the transpose of the operator.",
-            expected=f"uᵀ(A v) = (Aᵀu)ᵀv to a relative {allowed:.0e}",
-            got=f"a relative difference of {float(adjointness.max()):.1e}",
-            fix="Check rmatvec, or leave it out where torch can differentiate through matvec.",
-        )
+        what = "rmatvec is not the transpose of the operator."
+        got = f"a relative difference of {float(adjointness.max()):.1e}"
+        fix = "Check rmatvec, or leave it out where torch can differentiate through matvec."
+        raise OperatorError(what, expected=f"uᵀ(A v) = (Aᵀu)ᵀv to a relative {allowed:.0e}", got=got, fix=fix)
     found = left[:, :kept], right[:, :kept], small[:, :kept, :kept], residual, norm
     return found, rank, bool((~active | (rank == n)).all())
 

@@ -186,12 +186,9 @@ def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
     """The largest rank of a batch, after the checks of :meth:`KrylovSpace.extend`; the only wait for the device."""
     zero = torch.isinf(1 / norm)
     if bool(zero.any()):
-        raise OperatorError(
-            "A start vector is zero.",
-            expected="vectors of positive norm",
-            got=f"{int(zero.sum())} of {norm.numel()} of norm zero",
-            fix="Leave zero vectors out: they span no Krylov space.",
-        )
+        got = f"{int(zero.sum())} of {norm.numel()} of norm zero"
+        fix = "Leave zero vectors out: they span no Krylov space."
+        raise OperatorError("A start vector is zero.", expected="vectors of positive norm", got=got, fix=fix)
     require_finite("The Krylov process", norm, *results)
     return int(rank.max())
 
@@ -202,12 +199,9 @@ def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
     limit = agreement(dtype)
     if bool((asymmetry > limit * size).any()):
         relative = float((asymmetry / size).max())
-        raise OperatorError(
-            "The operator is not symmetric.",
-            expected=f"uᵀAv = vᵀAu to a relative {limit:.0e}",
-            got=f"a relative difference of {relative:.1e} on its Krylov space",
-            fix="Symmetrise it, use arnoldi, or pass check_symmetry=False if this is rounding in the operator.",
-        )
+        what, got = "The operator is not symmetric.", f"a relative difference of {relative:.1e} on its Krylov space"
+        fix = "Symmetrise it, use arnoldi, or pass check_symmetry=False if this is rounding in the operator."
+        raise OperatorError(what, expected=f"uᵀAv = vᵀAu to a relative {limit:.0e}", got=got, fix=fix)
 
 
 def krylov_pullback(

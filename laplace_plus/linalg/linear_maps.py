@@ -165,12 +165,9 @@ def checked_product(
     ``size`` may be None; ``name`` is what errors call the function. ``OperatorError`` if it failed or does not fit.
     """
     if not callable(function):
-        raise OperatorError(
-            f"The {name} is not callable.",
-            expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
-            got=type(function).__name__,
-            fix="Wrap a matrix: linalg.Dense(matrix).",
-        )
+        expected = "a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg"
+        fix = "Wrap a matrix: linalg.Dense(matrix)."
+        raise OperatorError(f"The {name} is not callable.", expected=expected, got=type(function).__name__, fix=fix)
     # A function ``A @ v`` fails for a stack of vectors, unless it holds exactly n vectors of length n: then the result
     # would be silently transposed. One more row of zeros makes it fail in this case as well.
     guarded = not isinstance(function, Operator) and vectors.ndim == 2 and vectors.shape[0] == vectors.shape[1] > 1
@@ -181,11 +178,10 @@ def checked_product(
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
             raise
+        expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
+        fix = "Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ."
         raise OperatorError(
-            f"The {name} failed: {error}",
-            expected=f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}",
-            got=type(error).__name__,
-            fix="Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ.",
+            f"The {name} failed: {error}", expected=expected, got=type(error).__name__, fix=fix
         ) from error
     is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim
     fits = is_tensor and product.shape == (*given.shape[:-1], product.shape[-1] if size is None else size)
@@ -322,12 +318,9 @@ def _first_tensor(thing: Any, levels: int) -> Any:
 def require_finite(name: str, *tensors: Tensor) -> None:
     """Raise :class:`NonFiniteError` if any entry is NaN or infinite."""
     if not all(bool(torch.isfinite(x).all()) for x in tensors):
-        raise NonFiniteError(
-            f"{name} met NaN or infinity.",
-            expected="an operator and vectors with finite entries",
-            got="a product that is not finite",
-            fix="Look for NaNs in the operator's tensors, or use a wider type if its squares over- or underflow.",
-        )
+        what, expected = f"{name} met NaN or infinity.", "an operator and vectors with finite entries"
+        fix = "Look for NaNs in the operator's tensors, or use a wider type if its squares over- or underflow."
+        raise NonFiniteError(what, expected=expected, got="a product that is not finite", fix=fix)
 
 
 def add_gradients(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -347,9 +340,6 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise UnsupportedError(
-            "laplace_plus.linalg has reverse-mode derivatives only.",
-            expected="torch.autograd.grad, or backward()",
-            got="a tensor with a forward-mode tangent",
-            fix="Use reverse mode; J v is its own transpose's derivative: differentiate vjp(u) in u.",
-        )
+        what, expected = "laplace_plus.linalg has reverse-mode derivatives only.", "torch.autograd.grad, or backward()"
+        fix = "Use reverse mode; J v is its own transpose's derivative: differentiate vjp(u) in u."
+        raise UnsupportedError(what, expected=expected, got="a tensor with a forward-mode tangent", fix=fix)

@@ -272,12 +272,9 @@ def _columns(matvec: Matvec, rmatvec: Matvec | None, b: Tensor, x0: Tensor | Non
         return matvec.shape[1], 0
     if rmatvec is not None:
         return result_length(rmatvec, b, "rmatvec")
-    raise ConfigurationError(
-        "The number of columns is not known.",
-        expected="n=, x0=, rmatvec or an operator with a shape",
-        got="a callable alone",
-        fix="Pass n=, the length of the vectors that matvec takes.",
-    )
+    expected = "n=, x0=, rmatvec or an operator with a shape"
+    fix = "Pass n=, the length of the vectors that matvec takes."
+    raise ConfigurationError("The number of columns is not known.", expected=expected, got="a callable alone", fix=fix)
 
 
 def result_length(matvec: Matvec, vectors: Tensor, name: str = "operator") -> tuple[int, int]:

@@ -203,12 +203,10 @@ class LowRankPlusDiagonal(Operator):
             diagonal = torch.tensor(float(diagonal), dtype=basis.dtype, device=basis.device)
         fits = values.shape in ((rank,), (rank, rank)) and diagonal.shape in ((), (size,))
         if not fits or any((x.dtype, x.device) != (basis.dtype, basis.device) for x in (values, diagonal)):
-            raise OperatorError(
-                "Basis, values and diagonal do not fit.",
-                expected=f"values [{rank}] or [{rank}, {rank}], a diagonal [{size}] or one number, of {basis.dtype}",
-                got=f"{list(values.shape)} of {values.dtype}, {list(diagonal.shape)} of {diagonal.dtype}",
-                fix=f"Move them to {basis.device} as well",
-            )
+            what = "Basis, values and diagonal do not fit."
+            expected = f"values [{rank}] or [{rank}, {rank}], a diagonal [{size}] or one number, of {basis.dtype}"
+            got = f"{list(values.shape)} of {values.dtype}, {list(diagonal.shape)} of {diagonal.dtype}"
+            raise OperatorError(what, expected=expected, got=got, fix=f"Move them to {basis.device} as well")
         if values.ndim == 2:
             _require_symmetric(values)
         self.basis, self.values, self.added = basis, values, diagonal
@@ -273,12 +271,10 @@ class LowRankPlusDiagonal(Operator):
             # The eigenvalues are those of D^-½ A D^-½, but for ones.
             smallest = torch.linalg.eigvals(core.detach()).real.min() - len(core) * torch.finfo(core.dtype).eps
         if not bool(smallest > 0):
-            raise NotPositiveDefiniteError(
-                "The matrix is not positive definite.",
-                expected="d > 0, large enough to outweigh the negative part of U C Uᵀ",
-                got=f"a smallest entry of d, or eigenvalue relative to d, of {float(smallest):.3g}",
-                fix="Add a larger diagonal, for instance a prior precision, or drop negative eigenvalues",
-            )
+            expected = "d > 0, large enough to outweigh the negative part of U C Uᵀ"
+            got = f"a smallest entry of d, or eigenvalue relative to d, of {float(smallest):.3g}"
+            fix = "Add a larger diagonal, for instance a prior precision, or drop negative eigenvalues"
+            raise NotPositiveDefiniteError("The matrix is not positive definite.", expected=expected, got=got, fix=fix)
         return scaled, core
 
     def _details(self) -> str:
@@ -287,23 +283,18 @@ class LowRankPlusDiagonal(Operator):
 
 def _require(tensor: Any, dimensions: int, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.ndim != dimensions or not tensor.is_floating_point():
-        raise OperatorError(
-            f"The {name} has the wrong type or number of axes.",
-            expected=f"a floating-point tensor with {dimensions} axes",
-            got=f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__,
-        )
+        what = f"The {name} has the wrong type or number of axes."
+        got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise OperatorError(what, expected=f"a floating-point tensor with {dimensions} axes", got=got)
 
 
 def _require_symmetric(matrix: Tensor) -> None:
     values = matrix.detach()
     slack = torch.finfo(matrix.dtype).eps ** 0.5 * (values.abs().max() if values.numel() else 0.0)
     if values.shape != values.mT.shape or bool(((values - values.mT).abs() > slack).any()):
-        raise OperatorError(
-            "The matrix is not symmetric.",
-            expected="a matrix [n, n] that equals its transpose",
-            got=f"{list(values.shape)}, or entries that differ by more than {float(slack):.3g}",
-            fix="Symmetrise it, or leave symmetric=True out",
-        )
+        what, expected = "The matrix is not symmetric.", "a matrix [n, n] that equals its transpose"
+        got = f"{list(values.shape)}, or entries that differ by more than {float(slack):.3g}"
+        raise OperatorError(what, expected=expected, got=got, fix="Symmetrise it, or leave symmetric=True out")
 
 
 def _kronecker(left: Tensor, right: Tensor) -> Tensor:
@@ -387,11 +378,8 @@ def as_operator(
         raise OperatorError("An operator has two sizes.", expected="n, or (m, n)", got=repr(shape))
     rows, columns = (shape, shape) if isinstance(shape, int) else shape
     if min(rows, columns) < 0 or (symmetric and rows != columns):
-        raise OperatorError(
-            "The shape of the operator is out of range.",
-            expected="sizes that are not negative" + (", and equal as it is symmetric" if symmetric else ""),
-            got=f"{rows} × {columns}",
-        )
+        expected = "sizes that are not negative" + (", and equal as it is symmetric" if symmetric else "")
+        raise OperatorError("The shape of the operator is out of range.", expected=expected, got=f"{rows} × {columns}")
     if isinstance(function, Operator):
         if function.shape != (rows, columns):
             raise OperatorError("The operator has another shape.", expected=f"{(rows, columns)}", got=f"{function}")

@@ -68,12 +68,10 @@ def minres(
     if shifts is not None:
         stacked = isinstance(shifts, Tensor) and shifts.ndim == 1 and len(shifts) > 0 and shifts.is_floating_point()
         if not stacked or preconditioner is not None or x0 is not None:
-            raise ConfigurationError(
-                "The shifts do not fit the other arguments.",
-                expected="a floating-point tensor [S], and neither preconditioner nor x0: they share no Krylov space",
-                got=f"{tuple(shifts.shape)}" if isinstance(shifts, Tensor) else repr(shifts),
-                fix="Call minres once for each shift, with the shift in the operator.",
-            )
+            expected = "a floating-point tensor [S], and neither preconditioner nor x0: they share no Krylov space"
+            got = f"{tuple(shifts.shape)}" if isinstance(shifts, Tensor) else repr(shifts)
+            fix = "Call minres once for each shift, with the shift in the operator."
+            raise ConfigurationError("The shifts do not fit the other arguments.", expected=expected, got=got, fix=fix)
     system = SymmetricSystem(
         "minres", matvec, b, preconditioner, x0, rtol, atol, max_iterations, parameters, dtype, check_symmetry, progress
     )

@@ -67,12 +67,10 @@ class NystromApproximation:
         """
         values, basis, shift = self.values.detach(), self.vectors.detach(), float(shift)
         if not shift >= 0 or not bool(values[-1] + shift > 0):
-            raise ConfigurationError(
-                "The shift does not make the approximation invertible.",
-                expected="a positive shift",
-                got=f"{shift:.3g} with a smallest value of {values[-1].item():.3g}",
-                fix="Pass the multiple of the identity in the system to be solved, or a small number.",
-            )
+            what = "The shift does not make the approximation invertible."
+            got = f"{shift:.3g} with a smallest value of {values[-1].item():.3g}"
+            fix = "Pass the multiple of the identity in the system to be solved, or a small number."
+            raise ConfigurationError(what, expected="a positive shift", got=got, fix=fix)
         gain = (values[-1] + shift) / (values + shift) - 1
 
         def apply(vectors: Tensor) -> Tensor:

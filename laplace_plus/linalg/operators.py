@@ -90,11 +90,9 @@ class Operator(ABC):
         if not isinstance(vectors, Tensor):
             raise OperatorError("An operator multiplies tensors.", expected="a tensor", got=type(vectors).__name__)
         if vectors.shape[-1:] != self.shape[1:] or vectors.dtype != self.dtype or vectors.device != self.device:
-            raise OperatorError(
-                "The vectors do not fit the operator.",
-                expected=f"row-stacked vectors [..., {self.shape[1]}] of type {self.dtype} on {self.device}",
-                got=f"{tuple(vectors.shape)} of type {vectors.dtype} on {vectors.device}",
-            )
+            expected = f"row-stacked vectors [..., {self.shape[1]}] of type {self.dtype} on {self.device}"
+            got = f"{tuple(vectors.shape)} of type {vectors.dtype} on {vectors.device}"
+            raise OperatorError("The vectors do not fit the operator.", expected=expected, got=got)
         return self._apply(vectors)
 
     @property
@@ -128,12 +126,9 @@ class Operator(ABC):
         """
         size = min(self.shape)
         if limit is not None and size > limit:
-            raise OperatorError(
-                f"The diagonal of {self!r} takes one product per entry.",
-                expected=f"at most {limit} entries",
-                got=f"{size}",
-                fix="Estimate it with linalg.diagonal, or pass limit=None",
-            )
+            what = f"The diagonal of {self!r} takes one product per entry."
+            fix = "Estimate it with linalg.diagonal, or pass limit=None"
+            raise OperatorError(what, expected=f"at most {limit} entries", got=f"{size}", fix=fix)
         operator = self.T if self.shape[0] < self.shape[1] else self
         entries = [torch.zeros(0, dtype=self.dtype, device=self.device)]
         for start, unit in self._units(size):
@@ -197,12 +192,9 @@ class Operator(ABC):
     def __rmatmul__(self, other: Any) -> Operator:
         if not isinstance(other, Tensor):
             return NotImplemented
-        raise OperatorError(
-            "@ multiplies operators with operators.",
-            expected="an operator on either side",
-            got=f"a tensor {tuple(other.shape)}",
-            fix="Call A(v) for row-stacked vectors v [..., n], or write Dense(matrix)",
-        )
+        what = "@ multiplies operators with operators."
+        fix = "Call A(v) for row-stacked vectors v [..., n], or write Dense(matrix)"
+        raise OperatorError(what, expected="an operator on either side", got=f"a tensor {tuple(other.shape)}", fix=fix)
 
     def _details(self) -> str:
         """Text that ``repr`` adds to size and type; by default the operands."""
@@ -390,17 +382,13 @@ def pulled_back(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise OperatorError(
-            f"torch failed to differentiate through the operator: {error}",
-            expected="a callable whose vector–Jacobian products can be taken more than once",
-            got="a RuntimeError",
-            fix="Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off.",
-        ) from error
+        what = f"torch failed to differentiate through the operator: {error}"
+        expected = "a callable whose vector–Jacobian products can be taken more than once"
+        fix = "Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off."
+        raise OperatorError(what, expected=expected, got="a RuntimeError", fix=fix) from error
     if all(gradient is None for gradient in gradients):
-        raise OperatorError(
-            "torch cannot differentiate through the operator.",
-            expected="a callable made of torch operations, or its transpose as well",
-            got="a product that does not depend on the vector in the autograd graph",
-            fix="Pass rmatvec=, or declare the operator symmetric if it is.",
-        )
+        expected = "a callable made of torch operations, or its transpose as well"
+        got = "a product that does not depend on the vector in the autograd graph"
+        fix = "Pass rmatvec=, or declare the operator symmetric if it is."
+        raise OperatorError("torch cannot differentiate through the operator.", expected=expected, got=got, fix=fix)
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True))

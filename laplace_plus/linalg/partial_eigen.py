@@ -274,11 +274,8 @@ class _ThickRestart:
         require_tolerance(tolerance=tolerance)
         if v0 is not None:
             if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
-                raise ConfigurationError(
-                    "v0 is not a start vector.",
-                    expected=f"a floating-point tensor [{size}] other than zero",
-                    got=f"{v0.dtype} {tuple(v0.shape)}",
-                )
+                what, expected = "v0 is not a start vector.", f"a floating-point tensor [{size}] other than zero"
+                raise ConfigurationError(what, expected=expected, got=f"{v0.dtype} {tuple(v0.shape)}")
             dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
         self.dtype, device = number_type(matvec, dtype, device)
         wide, eps = working_type(self.dtype), torch.finfo(self.dtype).eps

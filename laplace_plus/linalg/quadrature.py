@@ -113,11 +113,8 @@ def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:
     results = f(values.detach())
     if not isinstance(results, Tensor) or results.shape != values.shape or not results.is_floating_point():
         got = f"{results.dtype} {tuple(results.shape)}" if isinstance(results, Tensor) else type(results).__name__
-        raise ConfigurationError(
-            "The function of eigenvalues is not elementwise.",
-            expected=f"a real tensor of shape {tuple(values.shape)}",
-            got=got,
-        )
+        what = "The function of eigenvalues is not elementwise."
+        raise ConfigurationError(what, expected=f"a real tensor of shape {tuple(values.shape)}", got=got)
     finite = torch.isfinite(results)
     if not bool(finite.all()):
         raise NonFiniteError(
@@ -139,11 +136,9 @@ def derivative(f: SpectralFunction, values: Tensor) -> Tensor:
     if gradient is None:
         if bool((results == results.flatten()[:1]).all()):
             return torch.zeros_like(values)
-        raise ConfigurationError(
-            "torch cannot differentiate the function of eigenvalues.",
-            expected="a function made of torch operations",
-            got="a result that does not depend on its argument in the autograd graph",
-        )
+        what = "torch cannot differentiate the function of eigenvalues."
+        got = "a result that does not depend on its argument in the autograd graph"
+        raise ConfigurationError(what, expected="a function made of torch operations", got=got)
     return gradient.detach()
 
 

@@ -74,19 +74,15 @@ def symmetric_core(core: Tensor, n: int, norm: float, eps: float) -> tuple[Tenso
     require_finite("The product with random vectors", core)
     largest = core.abs().max()
     if bool((core - core.mT).abs().max() > eps**0.5 * largest + 10 * eps * norm * n**0.5):
-        raise OperatorError(
-            "The operator is not symmetric.",
-            expected="vᵀ A w = wᵀ A v for all vectors",
-            got=f"a difference of {(core - core.mT).abs().max().item():.3g} in {largest.item():.3g}",
-            fix='Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.',
-        )
+        what = "The operator is not symmetric."
+        got = f"a difference of {(core - core.mT).abs().max().item():.3g} in {largest.item():.3g}"
+        fix = 'Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.'
+        raise OperatorError(what, expected="vᵀ A w = wᵀ A v for all vectors", got=got, fix=fix)
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
     smallest = float(values[0])
     if smallest < -10 * eps * norm * n**0.5:
-        raise NotPositiveDefiniteError(
-            "The operator is not positive semi-definite.",
-            expected="vᵀ A v ≥ 0 for all vectors",
-            got=f"a quadratic form of {smallest:.3g} beside one of {values[-1].item():.3g}",
-            fix='Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.',
-        )
+        what = "The operator is not positive semi-definite."
+        got = f"a quadratic form of {smallest:.3g} beside one of {values[-1].item():.3g}"
+        fix = 'Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.'
+        raise NotPositiveDefiniteError(what, expected="vᵀ A v ≥ 0 for all vectors", got=got, fix=fix)
     return values, vectors

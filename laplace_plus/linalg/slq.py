@@ -95,12 +95,10 @@ def slq_logdet(
     def logarithm(values: Tensor) -> Tensor:
         smallest = values.detach().min().item()
         if smallest + size <= 0:
-            raise NotPositiveDefiniteError(
-                "The operator is not positive definite.",
-                expected="vᵀ (A + shift) v > 0 for all vectors, as a real log-determinant needs",
-                got=f"a Ritz value of {smallest + size:.6g}",
-                fix="Pass a (larger) shift= if A is semi-definite; an indefinite operator has no log-determinant.",
-            )
+            what, got = "The operator is not positive definite.", f"a Ritz value of {smallest + size:.6g}"
+            expected = "vᵀ (A + shift) v > 0 for all vectors, as a real log-determinant needs"
+            fix = "Pass a (larger) shift= if A is semi-definite; an indefinite operator has no log-determinant."
+            raise NotPositiveDefiniteError(what, expected=expected, got=got, fix=fix)
         if size == 0:
             return values.log()
         return torch.log1p(values / (shift.double() if isinstance(shift, Tensor) else size))

@@ -29,11 +29,9 @@ class RightHandSides:
     def __init__(self, name: str, vectors: Tensor):
         stacked = isinstance(vectors, Tensor) and vectors.ndim > 0 and vectors.shape[-1] > 0
         if not stacked or not vectors.is_floating_point():
-            raise ConfigurationError(
-                f"{name} must be a stack of vectors.",
-                expected="a floating-point tensor [..., n]",
-                got=f"{tuple(vectors.shape)} of {vectors.dtype}" if isinstance(vectors, Tensor) else repr(vectors),
-            )
+            what = f"{name} must be a stack of vectors."
+            got = f"{tuple(vectors.shape)} of {vectors.dtype}" if isinstance(vectors, Tensor) else repr(vectors)
+            raise ConfigurationError(what, expected="a floating-point tensor [..., n]", got=got)
         self.shape, self.dtype = vectors.shape[:-1], vectors.dtype
         self.length = vectors.shape[-1]
         rows = self._as_rows(vectors)
@@ -64,11 +62,8 @@ class RightHandSides:
         if x0 is None:
             return None
         if x0.shape != (*self.shape, length) or x0.dtype != self.dtype:
-            raise ConfigurationError(
-                "x0 does not fit the right-hand sides.",
-                expected=f"{(*self.shape, length)} of {self.dtype}",
-                got=f"{tuple(x0.shape)} of {x0.dtype}",
-            )
+            what, expected = "x0 does not fit the right-hand sides.", f"{(*self.shape, length)} of {self.dtype}"
+            raise ConfigurationError(what, expected=expected, got=f"{tuple(x0.shape)} of {x0.dtype}")
         return self._as_rows(x0) / self.scale[:, None]
 
 
@@ -256,18 +251,12 @@ def require_adjoint(
     if not bool((different & (scale > 0)).any()):
         return
     if symmetric:
-        raise OperatorError(
-            f"The operator is not symmetric, as {method} needs it to be.",
-            expected="⟨p, A q⟩ = ⟨A p, q⟩",
-            got="different values for vectors of its Krylov space",
-            fix="Use lsmr or svds for any other operator; pass check_symmetry=False if a solver's products are noisy.",
-        )
-    raise OperatorError(
-        f"{method} needs an operator and its transpose.",
-        expected="⟨u, A v⟩ = ⟨rmatvec(u), v⟩",
-        got="different values for the first pair of vectors",
-        fix="Check rmatvec, or leave it out (None) to let torch differentiate through matvec.",
-    )
+        what, expected = f"The operator is not symmetric, as {method} needs it to be.", "⟨p, A q⟩ = ⟨A p, q⟩"
+        fix = "Use lsmr or svds for any other operator; pass check_symmetry=False if a solver's products are noisy."
+        raise OperatorError(what, expected=expected, got="different values for vectors of its Krylov space", fix=fix)
+    what, expected = f"{method} needs an operator and its transpose.", "⟨u, A v⟩ = ⟨rmatvec(u), v⟩"
+    fix = "Check rmatvec, or leave it out (None) to let torch differentiate through matvec."
+    raise OperatorError(what, expected=expected, got="different values for the first pair of vectors", fix=fix)
 
 
 def parameter_gradients(A: LinearMap, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -111,12 +111,9 @@ class Run:
         generator: torch.Generator | None,
     ):
         if resolve_group(None) is not None:
-            raise UnsupportedError(
-                "Training by the marginal likelihood runs in one process.",
-                expected="no process group, or one of a single rank",
-                got="several ranks of torch.distributed",
-                fix="Train on one device; posteriors can be fitted over several ranks afterwards.",
-            )
+            what, got = "Training by the marginal likelihood runs in one process.", "several ranks of torch.distributed"
+            fix = "Train on one device; posteriors can be fitted over several ranks afterwards."
+            raise UnsupportedError(what, expected="no process group, or one of a single rank", got=got, fix=fix)
         for data in (loader, curvature_loader):
             if isinstance(data, Iterator):  # iter() of a loader would draw a seed
                 require_restartable(data, "Training passes over the data many times.")
@@ -354,12 +351,8 @@ class Run:
     def _resume(self, path: Path) -> None:
         """Continue from a checkpoint, if it is of this run."""
         if not self.settings.resume:
-            raise CheckpointError(
-                f"The path {path} is not empty.",
-                expected="a new path, or resume=True",
-                got="resume=False",
-                fix="Pass resume=True to continue that run, or remove it.",
-            )
+            what, fix = f"The path {path} is not empty.", "Pass resume=True to continue that run, or remove it."
+            raise CheckpointError(what, expected="a new path, or resume=True", got="resume=False", fix=fix)
         header, tensors = io.read(path)
         if "settings" not in header:
             raise CheckpointError(
@@ -369,28 +362,19 @@ class Run:
         self.data_sum = header.get("data_sum")
         for name, value in self.described.items():
             if name in before and before[name] != value:  # an older checkpoint may lack some
-                raise CheckpointError(
-                    f"The checkpoint is of a run with another {name}.",
-                    expected=repr(before[name]),
-                    got=repr(value),
-                    fix="Pass the same arguments as before, or another path.",
-                )
+                what = f"The checkpoint is of a run with another {name}."
+                fix = "Pass the same arguments as before, or another path."
+                raise CheckpointError(what, expected=repr(before[name]), got=repr(value), fix=fix)
         state: dict[str, Any] = unpack(header["state"], tensors)
         if state["epoch"] > self.settings.epochs:
-            raise CheckpointError(
-                "The checkpoint is of a longer run.",
-                expected=f"epochs >= {state['epoch']}",
-                got=f"{self.settings.epochs}",
-            )
+            what = "The checkpoint is of a longer run."
+            raise CheckpointError(what, expected=f"epochs >= {state['epoch']}", got=f"{self.settings.epochs}")
         # Sums of two passes differ where Python's or NumPy's generators augment the data: nothing is known then.
         known = self.data_sum is None or same_sum(self.data_sum, now := self._survey(self.curvature_loader)[2])
         if not known and same_sum(now, self._survey(self.curvature_loader)[2]):
-            raise CheckpointError(
-                "The checkpoint is of a run on other data.",
-                expected=f"examples with the sum {self.data_sum:.6e}",
-                got=f"{now:.6e}",
-                fix="Pass the loader of that run, or another path.",
-            )
+            what = "The checkpoint is of a run on other data."
+            expected, got = f"examples with the sum {self.data_sum:.6e}", f"{now:.6e}"
+            raise CheckpointError(what, expected=expected, got=got, fix="Pass the loader of that run, or another path.")
         vars(self).update({name: state[name] for name in _STATE})
         self.updates = [Update(**entry) for entry in state["updates"]]
         put_back(self.network.model, state["weights"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.sparse
+import scipy.sparse.linalg
 import torch
 from torch.autograd import gradcheck
 
@@ -68,12 +72,17 @@ def test_gradients_of_the_function_itself():
     torch.testing.assert_close(slope, expected.sum())
 
 
+def windy(n):
+    """Advection and diffusion along a line of n points; on a grid, along both axes."""
+    second = torch.diag(torch.ones(n - 1), 1) + torch.diag(torch.ones(n - 1), -1) - 2 * torch.eye(n)
+    first = torch.diag(torch.ones(n - 1), 1) - torch.diag(torch.ones(n - 1), -1)
+    return (0.5 * second + 0.4 * first).double()
+
+
 def test_heat_that_the_wind_carries():
     """Advection and diffusion on a grid of 16² points; the error says how far a small space is off."""
     n = 16
-    second = torch.diag(torch.ones(n - 1), 1) + torch.diag(torch.ones(n - 1), -1) - 2 * torch.eye(n)
-    first = torch.diag(torch.ones(n - 1), 1) - torch.diag(torch.ones(n - 1), -1)
-    line = (0.5 * second + 0.4 * first).double()
+    line = windy(n)
     matrix = torch.kron(line, torch.eye(n).double()) + torch.kron(torch.eye(n).double(), line)
     v = draw(n * n)
     expected = torch.from_numpy(scipy.linalg.expm(matrix.numpy())) @ v
@@ -83,6 +92,51 @@ def test_heat_that_the_wind_carries():
         assert distance <= found.error
         assert found.converged is small is bool(distance < 1e-8 * expected.norm())
         assert found.matvecs == depth
+
+
+@pytest.mark.slow
+def test_heat_on_a_fine_grid():
+    """On 64² points, where the dense exponential of the grid is that of its axes."""
+    n, time = 64, 3.0
+    line, v = windy(n), draw(2, 64 * 64)
+    whole = exp(time * line)
+    expected = (whole @ v.view(2, n, n) @ whole.T).flatten(1)
+
+    def multiply(x, coefficient=1.0):
+        field = x.view(-1, n, n)
+        return (coefficient * (line @ field + field @ line.T)).reshape(x.shape)
+
+    sparse = scipy.sparse.csr_array(line.numpy())
+    grid = scipy.sparse.kron(sparse, scipy.sparse.eye_array(n)) + scipy.sparse.kron(scipy.sparse.eye_array(n), sparse)
+    by_scipy = torch.from_numpy(scipy.sparse.linalg.expm_multiply(time * grid.tocsr(), v.numpy().T).T.copy())
+    torch.testing.assert_close(by_scipy, expected, rtol=1e-10, atol=1e-10)
+    coefficient = torch.tensor(time, dtype=torch.float64, requires_grad=True)
+    options = {"tolerance": 1e-10, "parameters": [coefficient]}
+    found = arnoldi_function(lambda x: multiply(x, coefficient), exp, v, **options)
+    assert found.converged and found.depth < 80
+    assert ((found.value - expected).norm(dim=1) <= 1e-9 * expected.norm(dim=1)).all()
+    (slope,) = torch.autograd.grad((found.value * v).sum(), coefficient)
+    torch.testing.assert_close(slope, (multiply(expected) * v).sum(), rtol=1e-8, atol=1e-8)
+
+
+def test_steps_are_added_until_the_tolerance_is_met():
+    line = windy(60)
+    v, expected = draw(60), torch.from_numpy(scipy.linalg.expm(3 * windy(60).numpy())) @ draw(60)
+    for tolerance in (1e-4, 1e-10):
+        found = arnoldi_function(lambda x: 3 * x @ line.T, exp, v, depth=4, tolerance=tolerance)
+        assert found.converged and 4 < found.depth == found.matvecs < 40
+        assert (found.value - expected).norm() <= tolerance * expected.norm()
+    capped = arnoldi_function(lambda x: 3 * x @ line.T, exp, v, depth=4, tolerance=1e-10, cap=9)
+    assert not capped.converged and capped.depth == 9
+
+
+@pytest.mark.parametrize("stack", [VECTORS[0], VECTORS])
+def test_a_space_that_ends_early_is_enough(stack):
+    """Where all Krylov spaces end before the depth, as of the identity after one step."""
+    for options in ({}, {"tolerance": 1e-8}, {"depth": 5}):
+        found = arnoldi_function(lambda x: 2 * x, exp, stack, **options)
+        torch.testing.assert_close(found.value, math.exp(2) * stack)
+        assert found.converged and found.depth == 1 and (found.error == 0).all()
 
 
 def test_an_invariant_space_is_exact():
