@@ -38,11 +38,9 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor, *, copy: bool = F
                 raise TypeError
             return found
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigurationError(
-            "A prior precision, prior mean, temperature or noise level is made of real numbers.",
-            expected="a number, a flat sequence of numbers, or a real tensor with at most one axis",
-            got=reprlib.repr(value),
-        ) from error
+        what = "A prior precision, prior mean, temperature or noise level is made of real numbers."
+        expected = "a number, a flat sequence of numbers, or a real tensor with at most one axis"
+        raise ConfigurationError(what, expected=expected, got=reprlib.repr(value)) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +69,9 @@ class Groups:
         integers = isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.long and len(index) > 0
         ends = [int(end) for end in index.aminmax()] if integers else []
         if ends != [0, n - 1] or not bool(self.sizes().all()):
-            raise ConfigurationError(
-                "The groups of a prior do not cover the parameters.",
-                expected=f"the numbers 0 … {n - 1} of {n} groups, each at least once, [P]",
-                got=f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index),
-            )
+            expected = f"the numbers 0 … {n - 1} of {n} groups, each at least once, [P]"
+            got = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+            raise ConfigurationError("The groups of a prior do not cover the parameters.", expected=expected, got=got)
 
     def check_size(self, n_parameters: int) -> None:
         """Raise :class:`ConfigurationError` unless these are groups of so many entries."""
@@ -155,11 +151,8 @@ def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: 
     low, high = precision.detach().aminmax()  # NaN is both
     enough = low.item() >= 0 if flat else low.item() > 0
     if not (enough and high.item() < float("inf")):
-        raise ConfigurationError(
-            "The prior precision is not proper.",
-            expected="finite precisions >= 0" if flat else "positive, finite precisions",
-            got=_extent(precision),
-        )
+        expected = "finite precisions >= 0" if flat else "positive, finite precisions"
+        raise ConfigurationError("The prior precision is not proper.", expected=expected, got=_extent(precision))
     return precision
 
 
@@ -167,11 +160,9 @@ def _checked_shape(name: str, value: float | Tensor, lengths: tuple[int, ...]) -
     tensor = as_hyperparameter(value)
     tensor = tensor.squeeze() if tensor.ndim and tensor.numel() == 1 else tensor
     if tensor.shape not in ((), *((length,) for length in lengths)):
-        raise ConfigurationError(
-            f"The prior {name} has a wrong shape.",
-            expected=f"a scalar, or {' or '.join(map(str, lengths))} values: for layers or groups, or for parameters",
-            got=f"shape {tuple(tensor.shape)}",
-        )
+        what = f"The prior {name} has a wrong shape."
+        expected = f"a scalar, or {' or '.join(map(str, lengths))} values: for layers or groups, or for parameters"
+        raise ConfigurationError(what, expected=expected, got=f"shape {tuple(tensor.shape)}")
     return tensor
 
 

@@ -147,12 +147,9 @@ class LowRank(GaussianPosterior):
     ) -> tuple[FitSums, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         if self.likelihood.n_noise > 1:
-            raise UnsupportedError(
-                "Eigenpairs of a curvature with several noise levels hold for those levels only.",
-                expected="one noise level",
-                got=f"{self.likelihood.n_noise}",
-                fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
-            )
+            what = "Eigenpairs of a curvature with several noise levels hold for those levels only."
+            fix = "Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC."
+            raise UnsupportedError(what, expected="one noise level", got=f"{self.likelihood.n_noise}", fix=fix)
         group, network = self.group, self.network
         subspace = min(network.n_parameters, max(2 * self.rank + 1, self.rank + 20))
         self.require_vectors(subspace + 4, f"the search for {self.rank} eigenpairs")

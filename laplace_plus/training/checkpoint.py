@@ -58,12 +58,10 @@ class Generators:
     def restore(self, states: list[Tensor]) -> None:
         """Put back what :meth:`state` returned; CheckpointError if then there was another number of generators."""
         if len(states) != len(self._all):
-            raise CheckpointError(
-                "The checkpoint was written with other generators of random numbers.",
-                expected=f"{len(states)} of torch, the loaders and the caller together, on the same kind of device",
-                got=f"{len(self._all)}",
-                fix="Pass the same loaders and the same generator as before.",
-            )
+            what = "The checkpoint was written with other generators of random numbers."
+            expected = f"{len(states)} of torch, the loaders and the caller together, on the same kind of device"
+            fix = "Pass the same loaders and the same generator as before."
+            raise CheckpointError(what, expected=expected, got=f"{len(self._all)}", fix=fix)
         for generator, state in zip(self._all, states, strict=True):
             generator.set_state(state.cpu())
 

@@ -85,11 +85,9 @@ class HyperparameterAscent:
         if structure == "diagonal" and precision.shape == (n_groups,):
             precision = posterior.prior().vector().detach().double().cpu()
         if precision.numel() not in (1, math.prod(shape)):
-            raise ConfigurationError(
-                f'The prior precision does not have the structure "{structure}".',
-                expected=f"a number, or a tensor of shape {list(shape)}",
-                got=f"shape {list(precision.shape)}",
-            )
+            what = f'The prior precision does not have the structure "{structure}".'
+            expected = f"a number, or a tensor of shape {list(shape)}"
+            raise ConfigurationError(what, expected=expected, got=f"shape {list(precision.shape)}")
         precision = precision.reshape(-1).expand(math.prod(shape)).reshape(shape)
         self._checked(posterior.log_marginal_likelihood(precision).detach())  # a structure may be unsupported
         # Searched in e-folds: the precisions, and the noise levels if they are tuned.
@@ -124,12 +122,9 @@ class HyperparameterAscent:
         number = value.item()
         if not math.isfinite(number):
             precision = self.posterior.prior_precision
-            raise NonFiniteError(
-                "The evidence is not finite.",
-                expected="a number",
-                got=f"{number} at prior precisions from {precision.min():.3g} to {precision.max():.3g}",
-                fix="Use a smaller hyper_lr, or a longer burn_in.",
-            )
+            what = "The evidence is not finite."
+            got = f"{number} at prior precisions from {precision.min():.3g} to {precision.max():.3g}"
+            raise NonFiniteError(what, expected="a number", got=got, fix="Use a smaller hyper_lr, or a longer burn_in.")
         return number
 
     def state(self) -> dict[str, Any]:

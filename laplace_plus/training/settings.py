@@ -37,11 +37,8 @@ class Settings(SimpleNamespace):
         check_positive(temperature=self.temperature, hyper_lr=self.hyper_lr, max_gradient_norm=clip)
         check_choice("schedule_by", self.schedule_by, ("epoch", "batch"))
         if self.burn_in >= self.epochs:
-            raise ConfigurationError(
-                "The hyperparameters would never be updated.",
-                expected="fewer epochs of burn_in than epochs",
-                got=f"burn_in={self.burn_in}, epochs={self.epochs}",
-            )
+            what, expected = "The hyperparameters would never be updated.", "fewer epochs of burn_in than epochs"
+            raise ConfigurationError(what, expected=expected, got=f"burn_in={self.burn_in}, epochs={self.epochs}")
         if self.patience is not None and not self.early_stopping:
             raise ConfigurationError(
                 "Patience belongs to early stopping.", expected="early_stopping=True", got="early_stopping=False"
@@ -62,11 +59,9 @@ class Settings(SimpleNamespace):
             model, likelihood, prior_precision=1.0, prior_mean=self.prior_mean, temperature=self.temperature, **options
         )
         if not isinstance(made, GaussianPosterior):
-            raise ConfigurationError(
-                "The posterior has no evidence.",
-                expected="a Gaussian posterior's class, such as lp.KFAC, or a function that returns one",
-                got=f"a {type(made).__name__}",
-            )
+            what = "The posterior has no evidence."
+            expected = "a Gaussian posterior's class, such as lp.KFAC, or a function that returns one"
+            raise ConfigurationError(what, expected=expected, got=f"a {type(made).__name__}")
         return made
 
     def make_optimizer(self, network: Network) -> optim.Optimizer:
@@ -74,20 +69,16 @@ class Settings(SimpleNamespace):
         parameters = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
         made = self.optimizer(parameters, **self.optimizer_options) if callable(self.optimizer) else self.optimizer
         if not isinstance(made, optim.Optimizer):
-            raise ConfigurationError(
-                "The optimizer argument returned no optimizer.",
-                expected="a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters",
-                got=f"a {type(made).__name__}",
-            )
+            what = "The optimizer argument returned no optimizer."
+            expected = "a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters"
+            raise ConfigurationError(what, expected=expected, got=f"a {type(made).__name__}")
         under_prior = {id(network.held.places[name][2]) for name in network.parameter_names}
         for group in made.param_groups:
             if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
-                raise ConfigurationError(
-                    "The prior already is the weight decay, which would count twice.",
-                    expected="an optimizer without weight decay",
-                    got=f"{type(made).__name__} with weight_decay={group['weight_decay']}",
-                    fix='Pass optimizer_options={"weight_decay": 0, ...}.',
-                )
+                what = "The prior already is the weight decay, which would count twice."
+                got = f"{type(made).__name__} with weight_decay={group['weight_decay']}"
+                fix = 'Pass optimizer_options={"weight_decay": 0, ...}.'
+                raise ConfigurationError(what, expected="an optimizer without weight decay", got=got, fix=fix)
         return made
 
     def described(self, posterior: GaussianPosterior, optimizer: optim.Optimizer, scheduler: Any) -> dict[str, Any]:
@@ -118,12 +109,10 @@ def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
     """A class by its name, or the factory itself."""
     found = get_posterior(posterior) if isinstance(posterior, str) else posterior
     if not callable(found):
-        raise ConfigurationError(
-            "The posterior is not a class.",
-            expected="a Gaussian posterior's class, its name, or a function (model, likelihood, **options)",
-            got=f"a {type(posterior).__name__}",
-            fix="Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options.",
-        )
+        what = "The posterior is not a class."
+        expected = "a Gaussian posterior's class, its name, or a function (model, likelihood, **options)"
+        fix = "Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options."
+        raise ConfigurationError(what, expected=expected, got=f"a {type(posterior).__name__}", fix=fix)
     return found  # make_posterior checks what it makes
 
 

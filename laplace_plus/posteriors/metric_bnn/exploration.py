@@ -64,11 +64,8 @@ class Walk:
             minibatch=1 if self.minibatch in ("auto", None) else self.minibatch,
         )
         if self.n_steps % self.store_every:
-            raise ConfigurationError(
-                "store_every must divide n_steps, so that the last step is stored.",
-                expected=f"store_every that divides n_steps={self.n_steps}",
-                got=repr(self.store_every),
-            )
+            what, got = "store_every must divide n_steps, so that the last step is stored.", repr(self.store_every)
+            raise ConfigurationError(what, expected=f"store_every that divides n_steps={self.n_steps}", got=got)
         check_positive(
             step_size=self.step_size, learning_rate=1 if self.learning_rate in ("auto", 0) else self.learning_rate
         )

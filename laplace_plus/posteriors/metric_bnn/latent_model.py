@@ -174,11 +174,8 @@ def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinate
         gram += (some @ some.mT).double()
     square = float(gram.trace()) / n / total
     if not 0 < square < float("inf"):
-        raise NonFiniteError(
-            "The explored points have no spread.",
-            expected="deviations that are finite and not all zero",
-            got=f"a mean square of {square}",
-        )
+        expected = "deviations that are finite and not all zero"
+        raise NonFiniteError("The explored points have no spread.", expected=expected, got=f"a mean square of {square}")
     if options.projection == "none" or (options.projection == "auto" and total <= 256):  # noqa: PLR2004
         scale = square**0.5 if options.standardize else 1.0
         return Coordinates(None, scale, 1.0), points / scale

@@ -138,11 +138,8 @@ class Training:
         start = 0 if options.anchored else 1
         self._pairs = torch.stack([before[:, start:].flatten(), number[:, start:].flatten()])  # [2, pairs]
         if not self._pairs.shape[1]:
-            raise ConfigurationError(
-                "There are no pairs of consecutive points.",
-                expected="two stored points or more in each trajectory, or anchored=True",
-                got=f"{s}",
-            )
+            expected = "two stored points or more in each trajectory, or anchored=True"
+            raise ConfigurationError("There are no pairs of consecutive points.", expected=expected, got=f"{s}")
         self._weights = torch.tensor([options.attraction, options.repulsion, options.reconstruction]).double()
 
     def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> Latents:
@@ -197,12 +194,9 @@ class Training:
             optimizer.step()
             total += losses.detach().double().cpu() * (len(some) / n_pairs)
         if not bool(torch.isfinite(total).all()):
-            raise NonFiniteError(
-                f"The autoencoder diverged in epoch {epoch + 1}.",
-                expected="finite losses",
-                got=f"L₊, L₋, L_d = {total.tolist()}",
-                fix="Use a smaller learning_rate of the latent model, or a smaller repulsion.",
-            )
+            what = f"The autoencoder diverged in epoch {epoch + 1}."
+            fix = "Use a smaller learning_rate of the latent model, or a smaller repulsion."
+            raise NonFiniteError(what, expected="finite losses", got=f"L₊, L₋, L_d = {total.tolist()}", fix=fix)
         return total
 
     @torch.no_grad()

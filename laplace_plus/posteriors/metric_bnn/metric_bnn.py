@@ -221,12 +221,9 @@ class MetricBNN(ResumableFit):
         n, room = self.walk.n_particles, 4 * budget(self.network.device)
         needed = n * self.walk.n_stored * landscape.vector.nbytes
         if needed > room:
-            raise ConfigurationError(
-                "The trajectories do not fit into memory.",
-                expected=f"n_particles · n_steps / store_every vectors in {in_words(room)}",
-                got=in_words(needed),
-                fix="Store fewer points with store_every=…, or select fewer parameters with parameters=….",
-            )
+            expected, got = f"n_particles · n_steps / store_every vectors in {in_words(room)}", in_words(needed)
+            fix = "Store fewer points with store_every=…, or select fewer parameters with parameters=…."
+            raise ConfigurationError("The trajectories do not fit into memory.", expected=expected, got=got, fix=fix)
         directions, folder = draw_directions(n, landscape.vector, start.seed), start.checkpoint
         explored = explore(landscape, directions, self.walk, seed=start.seed, checkpoint=folder, progress=progress)
         trained = None
@@ -269,11 +266,8 @@ class MetricBNN(ResumableFit):
     def _latent(self) -> Latents:
         self.require_fit()
         if self._trained is None:
-            raise NotFittedError(
-                "This posterior has no latent model.",
-                expected='a fit with sampling="latent"',
-                got=f"sampling={self.sampling!r}",
-            )
+            what = "This posterior has no latent model."
+            raise NotFittedError(what, expected='a fit with sampling="latent"', got=f"sampling={self.sampling!r}")
         return self._trained
 
     @property

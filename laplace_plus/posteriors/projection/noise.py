@@ -134,12 +134,9 @@ def range_dimension(
         raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
     # An iterative projector leaves as much as its tolerance and the condition number allow.
     if rank == total or bool((lengths <= torch.finfo(null_space.dtype).eps ** 0.5 * total**0.5).all()):
-        raise UnsupportedError(
-            "The training data leave no direction free: there are as many independent rows as parameters.",
-            expected=f"fewer than {total:,} independent rows",
-            got=f"rank {total:,}",
-            fix='Use rows="loss", which has one row for each example, fewer data, or another posterior.',
-        )
+        what = "The training data leave no direction free: there are as many independent rows as parameters."
+        fix = 'Use rows="loss", which has one row for each example, fewer data, or another posterior.'
+        raise UnsupportedError(what, expected=f"fewer than {total:,} independent rows", got=f"rank {total:,}", fix=fix)
     if rank is not None:
         exact = torch.tensor(float(rank), dtype=torch.float64)
         return Estimate(exact, torch.zeros_like(exact), 0, True)

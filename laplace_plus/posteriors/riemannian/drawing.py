@@ -164,11 +164,8 @@ def _by_geodesics(
     surface: LossLandscape | list[LossLandscape] = landscape
     if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
         if method.minibatch > landscape.n_data:
-            raise ConfigurationError(
-                "A minibatch is larger than the data.",
-                expected=f"minibatch <= {landscape.n_data}",
-                got=repr(method.minibatch),
-            )
+            what = "A minibatch is larger than the data."
+            raise ConfigurationError(what, expected=f"minibatch <= {landscape.n_data}", got=repr(method.minibatch))
         orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         surface = landscape.subsets([order[: method.minibatch] for order in orders])
     options = {name: getattr(method, name) for name in ("rtol", "atol", "max_evaluations", "max_energy_change")}

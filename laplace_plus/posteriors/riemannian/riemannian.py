@@ -131,11 +131,8 @@ class Riemannian(Posterior):
         cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
         kind = cls if isinstance(cls, type) else type(cls)
         if not issubclass(kind, Posterior) or kind.default_method == "sampled":  # from no Gaussian
-            raise ConfigurationError(
-                "The tangent is a Gaussian posterior.",
-                expected="a class such as lp.Full, its name, or a fitted posterior of this network",
-                got=repr(cls),
-            )
+            expected = "a class such as lp.Full, its name, or a fitted posterior of this network"
+            raise ConfigurationError("The tangent is a Gaussian posterior.", expected=expected, got=repr(cls))
         self._given = isinstance(cls, Posterior)
         if isinstance(cls, Posterior):
             defaults = signature(Posterior).parameters
@@ -187,11 +184,9 @@ class Riemannian(Posterior):
         """The tangent's evidence, in nats; see its own method."""
         self.require_fit()
         if not hasattr(self.tangent, "log_marginal_likelihood"):
-            raise UnsupportedError(
-                f"{type(self.tangent).__name__}, the tangent, has no log_marginal_likelihood.",
-                expected="a Gaussian posterior such as lp.Full or lp.KFAC",
-                got=type(self.tangent).__name__,
-            )
+            what = f"{type(self.tangent).__name__}, the tangent, has no log_marginal_likelihood."
+            expected = "a Gaussian posterior such as lp.Full or lp.KFAC"
+            raise UnsupportedError(what, expected=expected, got=type(self.tangent).__name__)
         value: Tensor = self.tangent.log_marginal_likelihood(*args, **kwargs)
         return value
 
@@ -401,19 +396,12 @@ class Riemannian(Posterior):
 def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: set[str]) -> None:
     """Raise :class:`ConfigurationError` unless a fitted posterior can serve as the tangent, without ``options``."""
     if not tangent.is_fitted or tangent.network.model is not unwrap(model):
-        raise ConfigurationError(
-            "The tangent has not been fitted to this network.",
-            expected="a posterior of the same model, after fit(), or a class",
-            got=repr(tangent),
-        )
+        what, got = "The tangent has not been fitted to this network.", repr(tangent)
+        raise ConfigurationError(what, expected="a posterior of the same model, after fit(), or a class", got=got)
     own = resolve_likelihood(likelihood)
     if type(own) is not type(tangent.likelihood):
         expected = repr(tangent.likelihood)
         raise ConfigurationError("The tangent is of another likelihood.", expected=expected, got=repr(own))
     if options:
-        raise ConfigurationError(
-            "A fitted tangent has its own settings.",
-            expected="no options besides it",
-            got=", ".join(sorted(options)),
-            fix="Set them on the tangent, or pass its class.",
-        )
+        what, fix = "A fitted tangent has its own settings.", "Set them on the tangent, or pass its class."
+        raise ConfigurationError(what, expected="no options besides it", got=", ".join(sorted(options)), fix=fix)

@@ -81,22 +81,16 @@ class Selector(ABC):
 def _check_size(size: float) -> None:
     fraction = isinstance(size, float)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0 or (fraction and size > 1):
-        raise ConfigurationError(
-            "Bad size of a subnetwork.",
-            expected="a number of entries (int), or a fraction of them between 0 and 1 (float)",
-            got=repr(size),
-        )
+        expected = "a number of entries (int), or a fraction of them between 0 and 1 (float)"
+        raise ConfigurationError("Bad size of a subnetwork.", expected=expected, got=repr(size))
 
 
 def _count(size: float, total: int) -> int:
     """Number of entries that an int, or a float as a fraction of ``total``, asks for."""
     if size > total:
-        raise SelectionError(
-            "The subnetwork is larger than what it is chosen from.",
-            expected=f"at most {total:,} entries",
-            got=f"{size:,}",
-            fix="Ask for fewer entries, or name more candidates by parameters=.",
-        )
+        what = "The subnetwork is larger than what it is chosen from."
+        fix = "Ask for fewer entries, or name more candidates by parameters=."
+        raise SelectionError(what, expected=f"at most {total:,} entries", got=f"{size:,}", fix=fix)
     return max(1, round(size * total)) if isinstance(size, float) else int(size)
 
 
@@ -231,11 +225,8 @@ class Chosen(Selector):
             parts.append(own if item.mask is None else own[item.mask.cpu()])
         mask = torch.cat(parts)
         if not mask.any():
-            raise SelectionError(
-                "None of the named entries is a candidate.",
-                expected=f"some of {', '.join(network.parameter_names[:6])} …",
-                got=", ".join(list(chosen)[:6]),
-            )
+            what, got = "None of the named entries is a candidate.", ", ".join(list(chosen)[:6])
+            raise SelectionError(what, expected=f"some of {', '.join(network.parameter_names[:6])} …", got=got)
         return Choice(mask)
 
 

@@ -83,11 +83,8 @@ class Subnetwork(GaussianPosterior):
         if isinstance(selector, dict) and loading:
             selector = selector_from_config(selector)
         if selector is None:
-            raise ConfigurationError(
-                "A subnetwork needs to be chosen.",
-                expected="a selector such as lp.LargestVariance(1000), or names or a mask of entries",
-                got="none",
-            )
+            expected = "a selector such as lp.LargestVariance(1000), or names or a mask of entries"
+            raise ConfigurationError("A subnetwork needs to be chosen.", expected=expected, got="none")
         self.selector = selector if isinstance(selector, Selector) else Chosen(selector)
         cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
         if not (isinstance(cls, type) and issubclass(cls, GaussianPosterior)) or issubclass(cls, Subnetwork):
@@ -138,19 +135,14 @@ class Subnetwork(GaussianPosterior):
         self.require_fit()
         choice = self._choice
         if choice is None or (variances is None and choice.variances is None):
-            raise UnsupportedError(
-                "The marginal variances of the entries are not known.",
-                expected="variances=lp.Diagonal(model, likelihood).fit(data).variance(), after fit()",
-                got=f"none, from {self.selector!r}",
-            )
+            what = "The marginal variances of the entries are not known."
+            expected = "variances=lp.Diagonal(model, likelihood).fit(data).variance(), after fit()"
+            raise UnsupportedError(what, expected=expected, got=f"none, from {self.selector!r}")
         known = choice.variances if variances is None else variances
         assert known is not None
         if known.shape != choice.mask.shape:
-            raise ConfigurationError(
-                "The variances are not those of the candidates.",
-                expected=f"{len(choice.mask)} of them",
-                got=f"shape {tuple(known.shape)}",
-            )
+            what = "The variances are not those of the candidates."
+            raise ConfigurationError(what, expected=f"{len(choice.mask)} of them", got=f"shape {tuple(known.shape)}")
         return known[~choice.mask.to(known.device)].sum()
 
     @override

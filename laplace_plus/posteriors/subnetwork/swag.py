@@ -46,11 +46,8 @@ class DiagonalSWAG:
         if self.n_snapshots < 2:  # noqa: PLR2004
             raise ConfigurationError("The variance of one snapshot is zero.", expected="n_snapshots >= 2", got="1")
         if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
-            raise ConfigurationError(
-                "SGD cannot run with these settings.",
-                expected="learning_rate > 0, 0 <= momentum < 1, weight_decay >= 0",
-                got=repr(self),
-            )
+            expected = "learning_rate > 0, 0 <= momentum < 1, weight_decay >= 0"
+            raise ConfigurationError("SGD cannot run with these settings.", expected=expected, got=repr(self))
 
     def run(
         self,
