@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -22,9 +23,6 @@ from laplace_plus.io.fingerprints import fingerprint
 
 PAUSE = 30.0
 """Seconds between two saves of a pass; as many times the last save's duration, where that is more than a second."""
-
-BROKEN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
-"""What taking up a checkpoint raises that somebody has edited."""
 
 Stage = tuple[dict[str, Any], dict[str, Tensor]]
 """A JSON-able header, and tensors."""
@@ -48,6 +46,15 @@ def count_of(header: Mapping[str, Any], key: str) -> int:
     if type(found) is not int or found < 0:
         raise CheckpointError(f"The checkpoint has another {key}.", expected="a whole number from 0", got=repr(found))
     return found
+
+
+@contextmanager
+def taking_up() -> Iterator[None]:
+    """Turns what comes of a checkpoint that somebody has edited into a :class:`CheckpointError`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise CheckpointError("The checkpoint's values cannot be read.", got=repr(error)) from error
 
 
 class Checkpoint:
@@ -129,12 +136,10 @@ def kept(
         if found is None and time.monotonic() >= due:
             due, count = put(), number
         elif found is not None and number == count:
-            try:
+            with taking_up():
                 if not all(map(same_sum, map(float, known), sums.values())):
                     break
                 restore(found)
-            except BROKEN as error:
-                raise CheckpointError("The checkpoint's sums cannot be read.", got=repr(error)) from error
             found = None
     if found is not None:
         what = f"The checkpoint {checkpoint.folder} is of another computation: its data differ."
@@ -159,10 +164,8 @@ def packed(value: Any) -> Stage:
 
 def unpacked(found: Stage, *classes: type) -> Any:
     """The inverse of :func:`packed`, with objects of some classes; CheckpointError for one that somebody has edited."""
-    try:
+    with taking_up():
         return unpack(found[0]["value"], found[1], {cls.__name__: cls for cls in classes})
-    except BROKEN as error:
-        raise CheckpointError("The checkpoint's values cannot be read.", got=repr(error)) from error
 
 
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:

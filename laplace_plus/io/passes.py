@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laplace_plus.batches import Batch, DataSums, iterate
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.io.checkpoints import Checkpoint, Stage, identity, kept, packed, unpacked
+from laplace_plus.io.checkpoints import Checkpoint, Stage, identity, kept, packed, taking_up, unpacked
 from laplace_plus.io.fingerprints import _sha256, digest
 from laplace_plus.likelihoods.sampling import draw_seed
 
@@ -44,9 +44,10 @@ class _Work:
         return packed([value, self.generator.get_state()])
 
     def unpacked(self, found: Stage) -> Any:
-        value, random = unpacked(found, *self.classes)
-        self.generator.set_state(random)
-        return value
+        with taking_up():
+            value, random = unpacked(found, *self.classes)
+            self.generator.set_state(random)
+            return value
 
 
 _WORK: ContextVar[_Work | None] = ContextVar("work", default=None)

@@ -137,18 +137,11 @@ class Posterior(Called):
         """
         is_alone = distributed is None and not (dist.is_available() and dist.is_initialized())
         group = None if is_alone else resolve_group(distributed)
-        if checkpoint is not None and (group is not None or not self.is_resumable):
-            expected, got = "checkpoint=None", type(self).__name__ if group is None else f"{group.size} processes"
-            raise UnsupportedError("This fit cannot continue from a checkpoint.", expected=expected, got=got)
         with nullcontext() if group is None else group.together():
             if self.network.sharded is not None:
                 self.network.refresh()
             self.network.check_finite()
-            self._checkpoint_folder = checkpoint
-            try:
-                self.run_fit(data, group, progress=progress, generator=generator)
-            finally:
-                self._checkpoint_folder = None
+            self.run_fit(data, group, progress=progress, generator=generator, checkpoint=checkpoint)
         return self
 
     @full_precision
@@ -159,6 +152,7 @@ class Posterior(Called):
         progress: bool = False,
         generator: torch.Generator | None = None,
         distributed: Distributed = None,
+        checkpoint: str | PathLike[str] | None = None,
     ) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`.
 
@@ -166,11 +160,13 @@ class Posterior(Called):
         needs all of them: keep the loaders (lists are never kept), or pass ``data=`` there.
         """
         if self._vector is None:
-            return self.fit(data, progress=progress, generator=generator, distributed=distributed)
+            return self.fit(
+                data, progress=progress, generator=generator, distributed=distributed, checkpoint=checkpoint
+            )
         group = resolve_group(distributed)
         with nullcontext() if group is None else group.together():
             self.require_fit()
-            self.run_fit(data, group, update=True, progress=progress, generator=generator)
+            self.run_fit(data, group, update=True, progress=progress, generator=generator, checkpoint=checkpoint)
         return self
 
     def run_fit(
@@ -181,8 +177,12 @@ class Posterior(Called):
         update: bool = False,
         progress: bool = False,
         generator: torch.Generator | None = None,
+        checkpoint: str | PathLike[str] | None = None,
     ) -> None:
         """What :meth:`fit` and :meth:`update` do within a session of the ranks; a failure changes nothing."""
+        if checkpoint is not None and (group is not None or not self.is_resumable):
+            expected, got = "checkpoint=None", type(self).__name__ if group is None else f"{group.size} processes"
+            raise UnsupportedError("This fit cannot continue from a checkpoint.", expected=expected, got=got)
         taken = signature(self.fit_batches).parameters
         if update and "update" not in taken:
             what = f"{type(self).__name__} cannot be updated."
@@ -202,7 +202,9 @@ class Posterior(Called):
                 network.example_axes.clear()
                 network.reached.clear()
             self.remember_weights()
+            self._checkpoint_folder = checkpoint
             self.fit_batches(data, **options)
+            self._checkpoint_folder = None
             if self._vector is None or (self._vector is vector and not update):
                 self._vector = self.network.vector()
             network.kept.pop("mark", None)

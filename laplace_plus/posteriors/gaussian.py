@@ -88,7 +88,7 @@ class GaussianPosterior(Moments):
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
         before = self.sums if update else self.earlier
         if self._checkpoint_folder is not None:
-            self._passes = ADDED["passes"](self, self._checkpoint_folder, generator)
+            self._passes = ADDED["passes"](self, self._checkpoint_folder, generator, before)
             generator = self._passes.generator
         if before is not None:
             require_owners(self.group, owned_sums(before.curvature))

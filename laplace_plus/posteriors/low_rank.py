@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,6 @@ class LowRank(GaussianPosterior):
     """
 
     structure = LowRankStructure()
-    is_resumable = False
 
     def __init__(
         self,
@@ -154,25 +154,31 @@ class LowRank(GaussianPosterior):
         subspace = min(network.n_parameters, max(2 * self.rank + 1, self.rank + 20))
         self.require_vectors(subspace + 4, f"the search for {self.rank} eigenpairs")
         sums, seen = super()._total(data, None, progress=progress, generator=generator, accumulate=_outputs_alone)
-        operator: Operator | None = None
-        if seen:
-            operator = curvature_operator(
-                self.backend, network, self.likelihood, data, generator=generator, progress=progress
-            )
-        layout = whole_layout(network)
+        options: dict[str, Any] = {"generator": generator, "progress": progress}
+        make = partial(curvature_operator, self.backend, network, self.likelihood, data, **options)
         with torch.no_grad():
             if group is None:
-                assert operator is not None
-                return replace(sums, curvature=Curvature([(layout, self._block(operator, generator))])), seen
+                return replace(sums, curvature=self._pairs(make, generator)), seen
             # Rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others.
-            size, found = network.n_parameters, None
+            size, found, operator = network.n_parameters, None, make() if seen else None
             summed = SummedOperator(group, operator, size, dtype=network.dtype, device=network.device)
             if group.rank == 0:
-                found = replace(sums, curvature=Curvature([(layout, self._block(summed, generator))]))
+                found = replace(sums, curvature=self._pairs(lambda: summed, generator))
                 summed.finish()
             else:
                 summed.serve()
             return sum_over_ranks(group, found, network), seen
+
+    def _pairs(self, make: Callable[[], Operator], generator: torch.Generator | None) -> Curvature:
+        layout, passes = whole_layout(self.network), self._passes
+        if passes is None:
+            return Curvature([(layout, self._block(make(), generator))])
+
+        def found() -> Curvature:
+            return Curvature([(layout, self._block(passes.products(make()), generator))])
+
+        curvature: Curvature = passes.whole("pairs", found)
+        return curvature
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters

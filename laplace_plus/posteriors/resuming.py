@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus import io
 from laplace_plus.batches import Batch, DataSums
@@ -16,10 +18,11 @@ from laplace_plus.curvature.structures import Layout
 from laplace_plus.errors import CheckpointError
 from laplace_plus.evidence.tangent_model import TangentOptimum
 from laplace_plus.evidence.tuning import TuningResult
-from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, identity, kept, packed, unpacked
+from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, identity, kept, packed, taking_up, unpacked
 from laplace_plus.io.passes import resumable
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg import Operator
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.moments import ADDED, Moments
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
@@ -60,8 +63,14 @@ class ResumableFit(Posterior):
 class KeptPasses:
     """The passes of a fit that adds up, kept in a checkpoint together with the state of the random numbers."""
 
-    def __init__(self, posterior: Posterior, folder: Any, generator: torch.Generator | None):
-        self._checkpoint, self._device = Checkpoint(folder, identity(posterior)), posterior.network.device
+    def __init__(self, posterior: Any, folder: Any, generator: torch.Generator | None, before: FitSums | None = None):
+        own, self._device, group = identity(posterior), posterior.network.device, posterior.group
+        if before is not None:
+            parts = [repr(float(part.sum())) for _, block in before.curvature for part in block.parts()]
+            own["fit before"] = [before.n_data, io.digest(before.statistics), *parts]
+        own["processes"] = None if group is None else group.size
+        folder = Path(folder) if group is None or group.rank == 0 else Path(folder) / f"rank-{group.rank}"
+        self._checkpoint = Checkpoint(folder, own)
         self.generator = torch.Generator().manual_seed(draw_seed(None)) if generator is None else generator
 
     def curvature(
@@ -107,6 +116,38 @@ class KeptPasses:
             self.generator.set_state(random)
 
         return kept(self._checkpoint, "eigenvalues", batches, save, restore, self._device)
+
+    def whole(self, stage: str, compute: Callable[[], Curvature]) -> Curvature:
+        """A curvature that is kept when it is complete."""
+
+        def computed() -> Stage:
+            blocks, tensors = curvature_state(compute())
+            return packed([blocks, tensors, self.generator.get_state()])
+
+        found = self._checkpoint.stage(stage, computed, self._device)
+        with taking_up():
+            blocks, tensors, random = unpacked(found)
+            self.generator.set_state(random)
+            return restored_curvature(blocks, tensors)
+
+    def products(self, operator: Operator) -> Operator:
+        """A symmetric operator each of whose products is kept; they come in the same order each time."""
+        return _KeptProducts(operator, self._checkpoint)
+
+
+class _KeptProducts(Operator):
+    symmetric = True
+
+    def __init__(self, own: Operator, checkpoint: Checkpoint):
+        self.shape, self.dtype, self.device = own.shape, own.dtype, own.device
+        self._own, self._checkpoint, self._count = own, checkpoint, 0
+
+    @override
+    def _apply(self, vectors: Tensor) -> Tensor:
+        self._count += 1
+        name = f"product-{self._count:05d}"
+        product: Tensor = unpacked(self._checkpoint.stage(name, lambda: packed(self._own(vectors)), self.device))
+        return product
 
 
 ADDED["passes"] = KeptPasses

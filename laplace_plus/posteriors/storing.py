@@ -142,6 +142,8 @@ def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[st
 
 def restored_curvature(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> Curvature:
     """The curvature of :func:`curvature_state`; :class:`CheckpointError` unless its blocks cover each entry once."""
+    if not entries:
+        return Curvature([])
     blocks, places = [], []
     for number, entry in enumerate(entries):
         prefix = f"block.{number}."

@@ -90,6 +90,74 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(name, tmp_path):
         assert torch.equal(other.get_state(), generator.get_state())
 
 
+LOW_RANK = {
+    "LowRank": {"remainder_probes": 2, "remainder_depth": 3},
+    "without a rest": {"remainder_probes": 0, "parameters": "last_layer"},
+    "drawn targets": {"remainder_probes": 1, "remainder_depth": 2, "backend": lp.curvature.Native(kind="ggn_mc")},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["without a rest", *(pytest.param(x, marks=pytest.mark.slow) for x in [*LOW_RANK][::2])]
+)
+def test_eigenpairs_are_continued(name, tmp_path):
+    def fit(data, folder=None, net=None, rank=4, generator=None):
+        options = {"rank": rank, "max_restarts": 2, "tolerance": 0.5, **LOW_RANK[name]}
+        posterior = lp.LowRank(network() if net is None else net, "classification", **options)
+        return posterior.fit(data, checkpoint=folder, generator=generator or seeded())
+
+    generator, loader = seeded(), Until(batches(), 10**9)
+    whole = fit(loader, generator=generator)
+    read, expected = 10**9 - loader.left, whole.description()[1]
+    assert read > 6 * 8
+    for stop in (read // 2,) if name == "without a rest" else (3, read // 2, read - 1):
+        folder, other, loader = tmp_path / str(stop), seeded(), Until(batches(), 10**9)
+        with pytest.raises(Stopped):
+            fit(Until(batches(), stop), folder)
+        found = fit(loader, folder, generator=other)
+        assert 10**9 - loader.left <= read - stop + 6 * 4  # the passes that compare and survey, and the one that ended
+        tensors = found.description()[1]
+        assert tensors.keys() == expected.keys() and found.n_data == whole.n_data
+        assert all(torch.equal(tensors[key], expected[key]) for key in expected), stop
+        assert torch.equal(other.get_state(), generator.get_state())
+    loader = Until(batches(), 10**9)
+    fit(loader, folder)
+    assert 10**9 - loader.left <= 2 * 6  # finished: nothing but the comparison, and the first batch
+    for changed in ({"net": network(1.5)}, {"rank": 5}, {"data": batches(seed=2)}, {"data": batches()[::-1]}):
+        with pytest.raises(CheckpointError, match="another computation"):
+            fit(**{"data": batches(), "folder": folder, **changed})
+
+
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("EKFAC", "Full", "limited rank", "regression")]
+
+
+@pytest.mark.parametrize("name", ["KFAC", "drawn targets", "Subnetwork", *MORE])
+def test_an_interrupted_update_goes_on_to_the_same_bits(name, tmp_path):
+    data, first = data_of(name), data_of(name)[:2]
+
+    def before():
+        return MAKERS[name](network()).fit(first, generator=seeded())
+
+    generator = seeded()
+    expected = before().update(data, generator=generator).description()[1]
+    passes = 2 if getattr(before().structure, "eigenvalue_corrected", False) else 1
+    for stop in (1, 6 * passes - 2):
+        folder, other = tmp_path / str(stop), seeded()
+        with pytest.raises(Stopped):
+            before().update(Until(data, stop), generator=seeded(), checkpoint=folder)
+        found = before().update(data, generator=other, checkpoint=folder)
+        tensors = found.description()[1]
+        assert found.n_data == 37 and tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[key], expected[key]) for key in expected), stop
+        assert torch.equal(other.get_state(), generator.get_state())
+    others = {"fit": before().update(data[:1]), "weights": MAKERS[name](network(1.5)).fit(first, generator=seeded())}
+    for other in others.values():
+        with pytest.raises(CheckpointError, match="its (fit before|network|masks) differs"):
+            other.update(data, generator=seeded(), checkpoint=folder)
+    with pytest.raises(CheckpointError, match="its data differ"):
+        before().update(data[::-1], generator=seeded(), checkpoint=folder)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Batches as they come; nobody knows how many."""
 
@@ -177,7 +245,9 @@ def test_the_checkpoint_of_another_fit_is_refused(made, data, tmp_path):
 
 def test_what_cannot_continue_says_so(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot continue"):
-        lp.LowRank(network(), "classification").fit(batches(), checkpoint=tmp_path / "fit")
+        lp.VariationalLastLayer(network(), "classification").fit(batches(), checkpoint=tmp_path / "fit")
+    with pytest.raises(UnsupportedError, match="cannot continue"):
+        lp.VariationalLastLayer(network(), "classification").update(batches(), checkpoint=tmp_path / "fit")
     assert not (tmp_path / "fit").exists()
 
 
