@@ -30,26 +30,20 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
     iteration costs about two backward passes over the points.
 
     Args:
-        optimizer: Whose parameters the constraint moves, if the model has them and they require gradients.
+        optimizer: Whose parameters the constraint moves, if the model has them and they require gradients. Its own
+            weight decay would move weights off the constraint, and gives a warning; put it into the loss.
         constraint: A function ``c(model, points)``, or :class:`Sparse`, which needs no solver.
         model: The network in training.
         points: A batch for c, or a function that returns one for each step; the same in all processes.
-        rate: γ: from 0.1 to 1/lr for SGD, 0.01 for Adam.
+        rate: γ: up to 1/lr for SGD; for Adam about 0.01, or 1 where points are new in each step.
         warm_up: Steps of the plain optimiser before the first correction.
         every: Correct one in so many of the steps after these.
         max_iterations: Those of LSMR in a step.
-        tolerance: That of LSMR, by default 1e-6 in float32 and 1e-10 in float64.
-
-    Attributes:
-        last: The :class:`Correction` of the last step, if it had one.
+        tolerance: That of LSMR, by default 1e-6 in float32 and 1e-10 in float64. ``last`` has what it left.
 
     Raises:
-        ConfigurationError: No optimiser, no function, or numbers out of range.
+        ConfigurationError: No optimiser, no function, numbers out of range, or no common parameters.
         UnsupportedError: LBFGS, which takes differences of gradients for curvature, or sharded parameters.
-        SelectionError: The optimiser trains no parameter of the model.
-
-    Warns:
-        UserWarning: The optimiser's own weight decay moves weights off the constraint.
 
     Source: Roy, Hauberg and Krämer (2025), arXiv 2510.19634.
     """
