@@ -121,8 +121,8 @@ class Posterior(Called):
             generator: Source of randomness, for methods that use any; of several ranks, that of rank 0 counts.
             distributed: Which ranks of ``torch.distributed`` share the data, each with a loader of its own: None for
                 all there are, False for this process alone, or a process group. Every one of them makes the same call.
-            checkpoint: A folder for what is finished, of one process. A fit that finds some there continues from it, to
-                the posterior that an uninterrupted one would have given. The loader's order must be the same.
+            checkpoint: A folder for what is finished, of all ranks. A fit that finds some there continues from it, to
+                the posterior that an uninterrupted one would have given. Loaders' order must be the same.
 
         Raises:
             CheckpointError: The checkpoint is of another network, other data, another order of them, or other settings.
@@ -180,8 +180,8 @@ class Posterior(Called):
         checkpoint: str | PathLike[str] | None = None,
     ) -> None:
         """What :meth:`fit` and :meth:`update` do within a session of the ranks; a failure changes nothing."""
-        if checkpoint is not None and (group is not None or not self.is_resumable):
-            expected, got = "checkpoint=None", type(self).__name__ if group is None else f"{group.size} processes"
+        if checkpoint is not None and not self.is_resumable:
+            expected, got = "checkpoint=None", type(self).__name__
             raise UnsupportedError("This fit cannot continue from a checkpoint.", expected=expected, got=got)
         taken = signature(self.fit_batches).parameters
         if update and "update" not in taken:
