@@ -195,12 +195,12 @@ def precision_of(posterior: Any) -> dict[str, Any]:
 
 
 def tune(posterior: Any, task: Task, by: str, **options: Any) -> dict[str, Any]:
-    """Tune a Gaussian posterior by the marginal likelihood, validation, leaving one out, or not at all.
+    """Tune a Gaussian posterior by the default, the marginal likelihood, validation, leaving one out, or not at all.
 
     Raises:
         ConfigurationError: Unknown ways.
     """
-    if by in ("marginal_likelihood", "mackay"):
+    if by in ("auto", "marginal_likelihood", "mackay"):
         posterior.fit_prior_precision(by, **options)
     elif by == "validation":
         posterior.fit_prior_precision("validation", data=task.validation, **options)
@@ -212,10 +212,11 @@ def tune(posterior: Any, task: Task, by: str, **options: Any) -> dict[str, Any]:
     else:
         raise ConfigurationError(
             "Unknown way of tuning.",
-            expected="marginal_likelihood, mackay, validation, leave_one_out or training",
+            expected="auto, marginal_likelihood, mackay, validation, leave_one_out or training",
             got=repr(by),
         )
-    return {"by": by, **precision_of(posterior)}
+    why = {"why": posterior.tuning.why} if by == "auto" else {}
+    return {"by": by, **why, **precision_of(posterior)}
 
 
 # -- Laplace ----------------------------------------------------------------------------------------------------------
@@ -279,11 +280,14 @@ def _scaled(
 
 
 @method
-def subnetwork(task: Task, fraction: float = 0.2, most: int = 2000, **options: Any) -> Fitted:
-    """A full posterior over the weights of largest variance."""
+def subnetwork(
+    task: Task, fraction: float = 0.2, most: int = 2000, snapshots: int | None = None, **options: Any
+) -> Fitted:
+    """A full posterior over the weights of largest variance: a diagonal posterior's, or that of snapshots of SGD."""
     total = sum(parameter.numel() for parameter in task.model.parameters())
     size = min(most, max(1, round(fraction * total)))
-    fitted = lp.Subnetwork(task.model, task.likelihood, lp.LargestVariance(size))
+    variances = "laplace" if snapshots is None else lp.DiagonalSWAG(n_snapshots=snapshots)
+    fitted = lp.Subnetwork(task.model, task.likelihood, lp.LargestVariance(size, variances))
     fitted.fit(task.train, generator=task.generator())
     return Fitted(predictor(fitted, **options), {"weights": size, **tune(fitted, task, "marginal_likelihood")})
 

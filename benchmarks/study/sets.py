@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.evidence.colour import cifar10, coloured
 from benchmarks.evidence.data import batches, images
 from benchmarks.study import tables
 from benchmarks.study.tables import Table
 from laplace_plus.errors import ConfigurationError, DataError, LabelError
 
 Batches = list[tuple[Tensor, Tensor]]
+
+COLOUR = "cifar10"
+"""The images that are not of one grey."""
 
 HELD_OUT = 0.15
 """Share of the training rows that validates where splits only name test rows."""
@@ -202,29 +206,45 @@ def from_table(table: Table, name: str, number: int, part: np.ndarray, notes: li
     )
 
 
+def _some_images(folder: Path, source: str, part: str, size: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """Random images of part "train" or "t10k", as many as asked for, and their labels."""
+
+    def choose(count: int) -> Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count if size is None else size]
+
+    if source == COLOUR:
+        return cifar10(folder, "train" if part == "train" else "test", choose)
+    pixels, labels = images(folder, source, part)
+    rows = choose(len(labels))
+    return pixels[rows], labels[rows]
+
+
 def _images(name: str, number: int, folder: Path, settings: dict[str, Any]) -> DataSet:
-    """A random subset of the training images, others to validate, and a fixed subset of the test images."""
+    """A random subset of the training images, others to validate, and a fixed subset of the test images.
+
+    Images of CIFAR-10 have three colours; those from elsewhere are made like them.
+    """
     source = settings.get("data", name)
-    for part in ("train", "t10k"):
-        if not (folder / source / f"{part}-images-idx3-ubyte.gz").is_file():
-            raise DataError(f"There are no images of {source!r}.", expected=f"{source}/{part}-images-idx3-ubyte.gz")
-    pixels, labels = images(folder, source, "train")
+    files = {"train": "train-images-idx3-ubyte.gz", "t10k": "t10k-images-idx3-ubyte.gz"}
+    if source == COLOUR:
+        files = {"train": "train_jpegq75.npz", "t10k": "test_jpegq75.npz"}
+    for file in files.values():
+        if not (folder / source / file).is_file():
+            raise DataError(f"There are no images of {source!r}.", expected=f"{source}/{file}")
     sizes = int(settings.get("train_size", 5000)), int(settings.get("validation_size", 1000))
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(number))
-    train, validation = order[: sizes[0]], order[sizes[0] : sum(sizes)]
-    shown, digits = images(folder, source, "t10k")
-    n_test = int(settings.get("test_size", len(digits)))
-    mean, std = pixels[train].mean(), pixels[train].std()
-    some = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:n_test]
-    raw = [pixels[train], labels[train], pixels[validation], labels[validation], shown[some], digits[some]]
-    pixels, shown = (pixels - mean) / std, (shown - mean) / std
+    n_test = None if "test_size" not in settings else int(settings["test_size"])
+    pixels, labels = _some_images(folder, source, "train", sum(sizes), number)
+    shown, digits = _some_images(folder, source, "t10k", n_test, 0)
+    first, then = slice(sizes[0]), slice(sizes[0], None)
+    mean, std = pixels[first].mean(), pixels[first].std()
+    raw = [pixels[first], labels[first], pixels[then], labels[then], shown, digits]
     ood = {}
     for other in settings.get("ood", ()):
-        strange, _ = images(folder, other, "t10k")
-        some_strange = torch.randperm(len(strange), generator=torch.Generator().manual_seed(0))[:n_test]
-        raw.append(strange[some_strange])
-        ood[other] = (strange[some_strange] - mean) / std
-    note = f"{sizes[0]} training images drawn anew for each split, {sizes[1]} to validate, {n_test} test images"
-    parts = (pixels[train], labels[train]), (pixels[validation], labels[validation]), (shown[some], digits[some])
+        strange, _ = _some_images(folder, other, "t10k", len(digits), 0)
+        raw.append(strange)
+        ood[other] = ((coloured(strange) if source == COLOUR else strange) - mean) / std
+    note = f"{sizes[0]} training images drawn anew for each split, {sizes[1]} to validate, {len(digits)} test images"
+    pixels, shown = (pixels - mean) / std, (shown - mean) / std
+    parts = (pixels[first], labels[first]), (pixels[then], labels[then]), (shown, digits)
     known = tables.checksum(*(part.numpy() for part in raw))
     return DataSet(name, number, *parts, True, 10, ood=ood, notes=(note,), checksum=known)

@@ -69,9 +69,10 @@ def build(settings: dict[str, Any], data: DataSet) -> nn.Sequential:
     if channels := settings.get("channels"):
         # LeCun's arrangement: two convolutions of 5×5, each with pooling, then dense layers.
         first, second = channels
-        layers += [nn.Conv2d(1, first, 5), activation(), nn.MaxPool2d(2)]
+        colours, side, _ = data.train[0].shape[1:]
+        layers += [nn.Conv2d(colours, first, 5), activation(), nn.MaxPool2d(2)]
         layers += [nn.Conv2d(first, second, 5), activation(), nn.MaxPool2d(2), nn.Flatten()]
-        width = second * 16
+        width = second * ((side // 2 - 2) // 2 - 2) ** 2
     for size in settings.get("hidden", ()):
         layers += [nn.Linear(width, size), activation()]
         width = size
