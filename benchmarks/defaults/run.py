@@ -4,7 +4,7 @@
 
 Trained networks and rows are kept in the folder, and a run goes on where it ended. ``defaults.jsonl`` holds a row for
 each cell, seed and class, or the error that it ended with. ``defaults.md`` is the page that ``report.py`` makes of it;
-``--page`` writes it elsewhere. ``--peer`` runs laplace-torch besides, on two seeds.
+``--page`` writes it elsewhere. ``--peer`` runs laplace-torch besides.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from benchmarks.study.sets import DataSet
 
 NETWORK, PEER = "network", "laplace-torch "
 """The label of the network's own row, and what the labels of laplace-torch begin with."""
-
-PEER_SEEDS = 2
 
 SLOW = (
     "language model, certain",
@@ -125,7 +123,7 @@ def main() -> None:
     parser.add_argument("--classes", nargs="*", default=list(CLASSES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--peer", action="store_true", help="laplace-torch too, on the first seeds")
+    parser.add_argument("--peer", action="store_true", help="laplace-torch too")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     results = arguments.output / "defaults.jsonl"
@@ -136,9 +134,9 @@ def main() -> None:
     tasks = []
     for labels, seeds in (
         ([NETWORK, *arguments.classes], arguments.seeds),
-        ([PEER + name for name in STRUCTURES if name in arguments.classes], PEER_SEEDS if arguments.peer else 0),
+        ([PEER + name for name in STRUCTURES if name in arguments.classes], arguments.seeds if arguments.peer else 0),
     ):
-        for cell, seed in ((cell, seed) for cell in order for seed in range(min(seeds, arguments.seeds))):
+        for cell, seed in ((cell, seed) for cell in order for seed in range(seeds)):
             missing = tuple(label for label in labels if (cell, seed, label) not in done)
             if missing:
                 tasks.append(Task(cell, seed, missing, arguments.data, arguments.output))
