@@ -20,7 +20,8 @@ from torch import nn
 import laplace_plus as lp
 
 METHODS = ("random", "determinant", "lcmd", "kmeans++", "max_distance", "variance", "targets")
-START, ROUNDS, EACH, POOL, VALID, WIDTH, STEPS = 256, 8, 32, 2000, 512, 64, 400
+START, ROUNDS, EACH, POOL, VALID, WIDTH = 256, 8, 32, 2000, 512, 64
+STEPS, PATIENCE = 1200, 300
 
 
 def load(folder: Path, table: str, split: int):
@@ -45,7 +46,7 @@ def trained(x, y, valid, seed: int) -> nn.Module:
     )
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS)
-    best, state = math.inf, net.state_dict()
+    best, at, state = math.inf, 0, net.state_dict()
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         nn.functional.mse_loss(net(x), y).backward()
@@ -55,7 +56,9 @@ def trained(x, y, valid, seed: int) -> nn.Module:
             with torch.no_grad():
                 loss = float(nn.functional.mse_loss(net(valid[0]), valid[1]))
             if loss < best:
-                best, state = loss, {name: value.clone() for name, value in net.state_dict().items()}
+                best, at, state = loss, step, {name: value.clone() for name, value in net.state_dict().items()}
+            elif step > at + PATIENCE:
+                break
     net.load_state_dict(state)
     return net.eval()
 

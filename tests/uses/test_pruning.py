@@ -148,15 +148,28 @@ def test_neither_sums_of_changes_nor_means_depend_on_the_order():
 
 
 @pytest.mark.parametrize("unit", ["weight", "channel", "neuron", ("0", "3.weight", "5")])
-@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal, "EKFAC"])
-def test_units_agree_with_dense_covariances(cls, unit):
-    cls, options = (lp.KFAC, {"eigenvalue_corrected": True}) if cls == "EKFAC" else (cls, {})
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (lp.Full, {}),
+        (lp.KFAC, {}),
+        (lp.Diagonal, {}),
+        (lp.KFAC, {"eigenvalue_corrected": True}),
+        (lp.KFAC, {"factor_rank": 2}),
+        (lp.KFAC, {"output_factor": "diagonal"}),
+        (lp.LowRank, {"prior": 1.0}),
+    ],
+)
+def test_units_agree_with_dense_covariances(cls, options, unit):
     posterior = network_problem(cls, **options)
     groups = units_of(posterior, unit)
     expected = torch.stack([change(posterior, at) for at in groups])
     scores = torch.cat([own.flatten() for own in saliency(posterior, "evidence", unit).values()])
     torch.testing.assert_close(-scores, expected, rtol=1e-8, atol=1e-9)
     count = max(1, len(groups) // 3)
+    matrix = posterior.precision_matrix()
+    weighted = torch.stack([matrix.diagonal()[at] @ posterior.mean[at] ** 2 for at in groups])
+    torch.testing.assert_close(torch.cat([own.flatten() for own in saliency(posterior, unit=unit).values()]), weighted)
     pruned = prune(posterior, sparsity=count / len(groups), unit=unit)
     assert len(pruned.order) == count
     at = torch.cat([groups[i] for i in pruned.order])
@@ -180,18 +193,12 @@ def test_diagonal_posteriors_have_a_closed_form_for_each_weight():
             torch.testing.assert_close(-scores[name], closed[at], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
-def test_precision_and_magnitude_are_sums_over_a_unit(cls):
-    posterior = network_problem(cls)
-    squares = posterior.mean**2
-    weighted = posterior.precision_matrix().diagonal() * squares
+def test_magnitudes_are_norms():
+    posterior = network_problem(lp.Diagonal)
     for unit in ("weight", "channel", "neuron"):
-        groups = units_of(posterior, unit)
-        for criterion, values in (("precision", weighted), ("magnitude", squares)):
-            expected = torch.stack([values[at].sum() for at in groups])
-            scores = torch.cat([own.flatten() for own in saliency(posterior, criterion, unit).values()])
-            expected = expected.sqrt() if criterion == "magnitude" else expected
-            torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
+        expected = torch.stack([posterior.mean[at].norm() for at in units_of(posterior, unit)])
+        scores = torch.cat([own.flatten() for own in saliency(posterior, "magnitude", unit).values()])
+        torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC])
