@@ -15,12 +15,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
@@ -139,7 +140,7 @@ def prune(
     if not (limited and 0 <= (sparsity or 0) <= 1 and cap >= 0):
         expected, got = "sparsity in 0 … 1, stop, or max_loss_increase >= 0", f"{sparsity}, {stop}, {max_loss_increase}"
         raise ConfigurationError("How far to prune is not said.", expected=expected, got=got)
-    if data is not None or max_loss_increase is not None or posterior.training_data.first is not None:
+    with suppress(*[DataError] * (max_loss_increase is None and data is None)):  # then the loss is unknown
         data = posterior.training_data.again(data, "The loss is that of data.")
     with exact_arithmetic(posterior.network, posterior.memory_budget), torch.no_grad():
         units = Units(posterior, unit)

@@ -374,3 +374,5 @@ def test_bad_input_is_refused():
     assert math.isnan(prune(iterator, sparsity=0.5).loss_increase)
     with pytest.raises(lp.errors.DataError):
         prune(iterator, max_loss_increase=0.1)
+    with pytest.raises(lp.errors.DataError):
+        prune(iterator, sparsity=0.5, data=iter([]))
