@@ -118,13 +118,12 @@ def run(options, seed: int) -> None:
             for compensate in (False, True) if "KFAC" in of else (False,):
                 if criterion == "magnitude" and "KFAC" not in of:  # the same for all posteriors
                     continue
-                if criterion == "evidence" and "KFAC" in of and not compensate:  # most of the time, for little
+                if criterion == "evidence" and "KFAC" in of and not options.all:  # nine tenths of the time
                     continue
                 name = f"{criterion}, {of}{', compensated' * compensate}"
                 name = "magnitude" if criterion == "magnitude" and not compensate else name
                 start = time.process_time()
-                slow = criterion == "evidence" and "KFAC" in of
-                for share in sorted({0.8, 0.9, 0.95} & set(options.levels)) if slow else options.levels:
+                for share in options.levels:
                     pruned = lp.uses.prune(posterior, sparsity=share, criterion=criterion, compensate=compensate)
                     note(name, share, pruned.state_dict)
                 sys.stderr.write(f"{seed} {name}: {time.process_time() - start:.0f} s of CPU\n")
@@ -161,6 +160,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--held", action="store_true")
+    parser.add_argument("--all", action="store_true", help="with the evidence of KFAC, too")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--levels", type=float, nargs="+", default=LEVELS)
     parser.add_argument("--summary", type=Path)
