@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--table", nargs="+")
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--summary", type=Path, nargs="+")
     options = parser.parse_args()
@@ -120,7 +120,7 @@ def main() -> None:
         summary(options.summary)
         return
     for method in options.methods:
-        for split in range(options.splits):
+        for split in options.splits:
             for table in options.table:
                 logs = run(load(options.data, table, split), method, split)
                 row = {"table": table, "method": method, "split": split, "logs": logs}

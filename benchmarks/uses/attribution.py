@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 import laplace_plus as lp
 
-CLASSES, EACH, QUERIES, LEFT_OUT, DECAY, STEPS = (0, 1, 2), 50, 20, 20, 0.5, 250
+CLASSES, EACH, QUERIES, LEFT_OUT, DECAY, STEPS = (0, 1, 2), 50, 20, 20, 0.5, 120
 
 
 def digits(folder: Path, part: str, each: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,14 +43,17 @@ def trained(x, y, seed: int) -> nn.Module:
         *(nn.Conv2d(1, 8, 5, stride=2), nn.Tanh(), nn.Conv2d(8, 16, 5, stride=2), nn.Tanh(), nn.Flatten()),
         nn.Linear(256, len(CLASSES)),
     )
-    optimizer = torch.optim.Adam(net.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS)
-    for _ in range(STEPS):
+    line = {"line_search_fn": "strong_wolfe", "history_size": 20, "tolerance_grad": 1e-6, "tolerance_change": 1e-12}
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=STEPS, max_eval=2 * STEPS, **line)
+
+    def loss() -> torch.Tensor:
         optimizer.zero_grad()
         decay = DECAY / 2 * sum(p.square().sum() for p in net.parameters())
-        ((cross_entropy(net(x), y, reduction="sum") + decay) / len(CLASSES) / EACH).backward()
-        optimizer.step()
-        schedule.step()
+        total = (cross_entropy(net(x), y, reduction="sum") + decay) / len(CLASSES) / EACH
+        total.backward()
+        return total
+
+    optimizer.step(loss)
     return net.eval()
 
 

@@ -10,6 +10,7 @@ by the marginal likelihood on the 5000 training images first.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -109,6 +110,15 @@ def run(options, seed: int) -> None:
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    if options.steps:
+        small = copy.deepcopy(net)
+        for share in options.levels:
+            posterior = lp.KFAC(small, "classification").fit(iter(data))
+            posterior.fit_prior_precision("marginal_likelihood", "layerwise")
+            pruned = lp.uses.prune(posterior, sparsity=share)  # those that are zero already are the least salient
+            small.load_state_dict(pruned.state_dict)
+            note("precision, KFAC, prior by layer, compensated, in steps", share, pruned.state_dict)
+        return
     note("unpruned", 0.0, net.state_dict())
     for name, scores in baselines(net, data, seed).items():
         for share in options.levels:
@@ -160,6 +170,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--held", action="store_true")
+    parser.add_argument("--steps", action="store_true", help="a new posterior at each level, and nothing else")
     parser.add_argument("--all", action="store_true", help="with the evidence of KFAC, too")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--levels", type=float, nargs="+", default=LEVELS)
