@@ -119,9 +119,9 @@ def main() -> None:
     if options.summary:
         summary(options.summary)
         return
-    for method in options.methods:
-        for split in options.splits:
-            for table in options.table:
+    for split in options.splits:
+        for table in options.table:
+            for method in options.methods:
                 logs = run(load(options.data, table, split), method, split)
                 row = {"table": table, "method": method, "split": split, "logs": logs}
                 with options.out.open("a") as file:

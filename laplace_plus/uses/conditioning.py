@@ -21,7 +21,7 @@ from laplace_plus.linalg import cg
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.structured import DenseBlock, EigenFactor, IdentityBasis, KroneckerBasis
 
-_BYTES = 2**30
+_BYTES = 2**28
 """Memory for covariances of a block, three at a time, where there is no smaller budget."""
 
 
