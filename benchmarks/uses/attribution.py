@@ -108,16 +108,17 @@ def summary(file: Path) -> None:
     if not of["scores"]:
         return
     names = list(of["scores"][0]["scores"])
-    members = {name: torch.tensor([row["scores"][name] for row in of["scores"]]) for name in names}  # [T, Q, N]
+    double = torch.float64
+    members = {n: torch.tensor([row["scores"][n] for row in of["scores"]], dtype=double) for n in names}  # [T, Q, N]
     if of["single"]:
         images = of["single"][0]["images"]
-        truth = torch.tensor([row["changes"] for row in of["single"]])  # [T, Q, images]
-        mean, error = truth.mean(0), truth.std(0) / len(truth) ** 0.5
-        clear = (mean.abs() > 2 * error).double().mean()
-        write(f"\nTruth: {clear:.0%} of the changes are beyond two standard errors, {len(truth)} seeds.\n\n")
-        write("| scores | Spearman, means of all | of single networks |\n|---|---|---|\n")
-        halves = torch.stack([truth[::2].mean(0), truth[1::2].mean(0)])
-        write(f"| truth of half the seeds with the other half | {spearmanr(*halves.flatten(1)).statistic:.3f} | |\n")
+        truth = torch.tensor([row["changes"] for row in of["single"]], dtype=double)  # [T, Q, images]
+        mean = truth.mean(0)
+        write(f"\n| scores | Spearman with the truth of {len(truth)} seeds, means of all | single networks |\n")
+        write("|---|---|---|\n")
+        if len(truth) > 1:
+            halves = torch.stack([truth[::2].mean(0), truth[1::2].mean(0)])
+            write(f"| truth of every other seed | {spearmanr(*halves.flatten(1)).statistic:.3f} | |\n")
         for name in names:
             own = members[name][..., images]
             whole = spearmanr(own.mean(0).flatten(), mean.flatten()).statistic
@@ -125,7 +126,7 @@ def summary(file: Path) -> None:
             write(f"| {name} | {whole:.3f} | {sum(each) / len(each):.3f} |\n")
     if of["halves"]:
         masks = torch.tensor([row["mask"] for row in of["halves"]]).double()  # [M, N]
-        truth = torch.tensor([row["losses"] for row in of["halves"]])  # [M, Q]
+        truth = torch.tensor([row["losses"] for row in of["halves"]], dtype=double)  # [M, Q]
         write(f"\n| scores | linear datamodeling score, {len(masks)} halves | s.e. over queries | single networks |\n")
         write("|---|---|---|---|\n")
         for name in names:
