@@ -1,12 +1,12 @@
 """Posteriors over low-rank adapters of a small transformer, beside a temperature and an ensemble.
 
-    python benchmarks/adapters.py [--task digits] [--seeds 5] [--page benchmarks/results/adapters.md]
+    python benchmarks/adapters.py [--task digits] [--seeds 5] [--page benchmarks/results/adapters.md] [--keep folder]
 
 ``documentation``: which package is a documentation string from? The texts are those of installed packages. The
 transformer is pre-trained by guessing masked words in all of them. It is then adapted by LoRA, without weight decay, to
-a few labelled texts of eight packages. Unfamiliar texts are from packages without a label. Five seeds take more than
-half an hour on one core. ``digits``: the same with the pixels of scikit-learn's digits as 64 tokens, the digits 0 to 7
-as classes, and 8 and 9 as unfamiliar; five seeds take about five minutes.
+a few labelled texts of eight packages. Unfamiliar texts are from packages without a label. Five seeds take about half
+an hour on one core. ``digits``: the same with the pixels of scikit-learn's digits as 64 tokens, the digits 0 to 7 as
+classes, and 8 and 9 as unfamiliar. ``--keep`` goes on with the seeds that a folder has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import json
 import math
 import random
 import re
@@ -48,10 +49,10 @@ TEMPERATURES = torch.logspace(-0.5, 1.5, 80)
 INTRODUCTION = """# Posteriors over low-rank adapters{title}
 
 `python benchmarks/adapters.py{arguments}` measured and wrote this page: {seeds} seeds. {task} Scores are on {test}
-other examples. OOD AUROC is against {ood} unfamiliar ones, by the entropy of the prediction, and by the mutual
-information. The temperature is fitted to {held} held-out examples; rows that see these, too, say so. Posteriors have
-their defaults; `lp.TrainingFreeLoRA` takes the training examples as anchors, by the network's own labels, unless a row
-says otherwise. Means over seeds, ± the standard error of the difference to the adapted network.
+other examples. AUROC is that of telling them from {ood} unfamiliar ones, or from {random} of random tokens, by the
+entropy of the prediction. The temperature is fitted to {held} held-out examples; rows that see these, too, say so.
+Posteriors have their defaults; `lp.TrainingFreeLoRA` takes the training examples as anchors, by the network's own
+labels, unless a row says otherwise. Means over seeds, ± the standard error of the difference to the adapted network.
 """
 
 TASKS = {
@@ -62,8 +63,16 @@ rank 8 on all linear layers, and a classifier. Package names are masked. Unfamil
 pixels of scikit-learn's digits (64 tokens, 17 grey levels), learns by LoRA from {train} labelled images which of the
 digits 0 to 7 they show: rank 8 on all linear layers, and a classifier. Unfamiliar images show 8 and 9.""",
 }
-LARGER = 2.0 ** torch.arange(0, 12, 2)
+COLUMNS = ["accuracy", "NLL", "ECE", "AUROC, unfamiliar", "AUROC, random"]
+KINDS, UNLIKE = ["entropy", "information", "epistemic"], ["unfamiliar", "random"]
+DOUBTS = """Which doubt tells unfamiliar and random inputs apart: AUROC of the entropy of the prediction, of the mutual
+information, and of the epistemic variance, less that of the temperature's entropy, paired by seed:"""
+CURVE = """What a scale of `lp.TrainingFreeLoRA` does, whichever is found. The rise of NLL is that on the training
+anchors by the network's own labels; accuracy is the difference to the network. Means over seeds:"""
+SCALES = 0.01 * 2.0 ** torch.arange(5)
 ADAPTED, WARMED = "adapted network", "temperature, held-out"
+HELD = "held-out anchors and their labels"
+LEAST: dict[str, Any] = {"tolerance": None, "labels": True}
 
 
 def documentation(package: str, most: int, generator: random.Random) -> list[list[str]]:
@@ -110,7 +119,13 @@ def encoded(texts: list[list[str]], vocabulary: dict[str, int]) -> Tensor:
 
 
 Parts = dict[str, tuple[dict[str, Tensor], Tensor]]
-"""Inputs and labels for adapting (``train``), held out, for ``test``, and unfamiliar ones (``ood``)."""
+"""Inputs and labels for adapting (``train``), held out, for ``test``, unfamiliar (``ood``), and ``random`` tokens."""
+
+
+def noise(words: int, length: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """200 texts of uniformly random tokens."""
+    ids = torch.randint(3, words, (200, length), generator=torch.Generator().manual_seed(seed))
+    return inputs_of(ids), torch.zeros(0)
 
 
 def texts_of_packages(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
@@ -131,7 +146,8 @@ def texts_of_packages(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
             labels = torch.arange(len(KNOWN)).repeat_interleave(each)
             data[part], start = (inputs_of(encoded(texts, vocabulary)), labels), start + each
         texts = draw.sample([text for own in unknown for text in own], 400)
-        return data | {"ood": (inputs_of(encoded(texts, vocabulary)), torch.zeros(0))}
+        data["ood"] = inputs_of(encoded(texts, vocabulary)), torch.zeros(0)
+        return data | {"random": noise(WORDS, LENGTH, seed)}
 
     return base, parts
 
@@ -146,7 +162,8 @@ def pixels_of_digits(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
         known, unknown = order[labels[order] < 8], order[labels[order] >= 8]
         rows = {"train": known[:200], "held": known[200:400], "test": known[400:800], "ood": unknown[:200]}
-        return {part: (inputs_of(ids[own]), labels[own]) for part, own in rows.items()}
+        data = {part: (inputs_of(ids[own]), labels[own]) for part, own in rows.items()}
+        return data | {"random": noise(20, 64, seed)}
 
     return base, parts
 
@@ -195,18 +212,23 @@ def adapted(base: nn.Module, texts: dict[str, Tensor], labels: Tensor, seed: int
     return model.eval()
 
 
-def scores(
-    test: Tensor, ood: Tensor, labels: Tensor, information: list[Tensor] | None = None, seconds: float = math.nan
-) -> list[float]:
-    """Accuracy, NLL, ECE, OOD AUROC by entropy and by mutual information, and seconds; NaN for what there is not."""
-    found = (
+def scores(parts: list[Tensor], labels: Tensor, doubts: Doubts | None = None, seconds: float = math.nan) -> list[float]:
+    """The columns of the page, of predictions ``[N, C]`` on test, unfamiliar and random inputs; NaN for none.
+
+    ``doubts`` are the mutual information and the epistemic variance on each of the three.
+    """
+    test = parts[0]
+    kinds = [[entropy(one) for one in parts], *(doubts or ())]
+    found = [
         metrics.accuracy(test, labels),
         metrics.negative_log_likelihood(test, labels),
         metrics.expected_calibration_error(test, labels),
-        metrics.ood_auroc(entropy(test), entropy(ood)),
-        math.nan if information is None else metrics.ood_auroc(*information),
-    )
-    return [*(float(value) for value in found), seconds]
+        *(metrics.ood_auroc(own[0], other) for own in kinds for other in own[1:]),
+    ]
+    return [*(float(value) for value in found), *[math.nan] * (9 - len(found)), seconds]
+
+
+Doubts = tuple[list[Tensor], list[Tensor]]
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -215,24 +237,21 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 
 def measured(base: nn.Module, data: Parts, seed: int) -> tuple[dict[str, list[float]], list[list[float]]]:
-    """Scores and seconds of all rows for one seed; and what larger noise than that of TFB does."""
-    (train, labels), (held, held_labels), (test, test_labels), (ood, _) = (
-        data[k] for k in ("train", "held", "test", "ood")
-    )
+    """Scores and seconds of all rows for one seed; and what a scale of noise does, whichever is found."""
+    (train, labels), (held, held_labels), (test, test_labels) = (data[k] for k in ("train", "held", "test"))
+    asked = [test, data["ood"][0], data["random"][0]]
     results: dict[str, list[float]] = {}
     models = [adapted(base, train, labels, 100 * seed + number) for number in range(3)]
     with torch.no_grad():
-        logits = [[model(**one).logits for one in (held, test, ood)] for model in models]
-    own = [one.softmax(-1) for one in logits[0]]
-    results[ADAPTED] = scores(own[1], own[2], test_labels)
+        logits = [[model(**one).logits for one in (held, *asked)] for model in models]
+    results[ADAPTED] = scores([one.softmax(-1) for one in logits[0][1:]], test_labels)
     losses = torch.stack([cross_entropy(logits[0][0] / t, held_labels) for t in TEMPERATURES])
     best = TEMPERATURES[losses.argmin()]
-    warm = [(one / best).softmax(-1) for one in logits[0]]
-    results[WARMED] = scores(warm[1], warm[2], test_labels)
-    several = [torch.stack([own[k].softmax(-1) for own in logits]) for k in (1, 2)]
-    means = [one.mean(0) for one in several]
-    spread = [entropy(one.mean(0)) - entropy(one).mean(0) for one in several]
-    results["ensemble of 3 adapters"] = scores(*means, test_labels, spread)
+    results[WARMED] = scores([(one / best).softmax(-1) for one in logits[0][1:]], test_labels)
+    several = [torch.stack([own[k].softmax(-1) for own in logits]) for k in (1, 2, 3)]
+    information = [entropy(one.mean(0)) - entropy(one).mean(0) for one in several]
+    doubts = information, [one.var(0, correction=0).sum(-1) for one in several]
+    results["ensemble of 3 adapters"] = scores([one.mean(0) for one in several], test_labels, doubts)
 
     batches, held_out = (
         [
@@ -247,38 +266,35 @@ def measured(base: nn.Module, data: Parts, seed: int) -> tuple[dict[str, list[fl
         posterior.fit(anchors, generator=generator)
         if posterior.tuners:
             posterior.fit_prior_precision(generator=generator, **tuning)
-        spent, n = time.process_time() - start, {} if posterior.tuners else {"n_samples": 30}
-        parts = [posterior.predict([one], generator=generator, **n) for one in (test, ood)]
-        information = [one.mutual_information() for one in parts]
-        results[name] = scores(parts[0].mean, parts[1].mean, test_labels, information, spent)
+        spent, n = time.process_time() - start, {} if posterior.tuners else {"n_samples": 10}
+        parts = [posterior.predict([one], generator=generator, **n) for one in asked]
+        doubts = [one.mutual_information() for one in parts], [one.epistemic.sum(-1) for one in parts]
+        results[name] = scores([one.mean for one in parts], test_labels, doubts, spent)
 
     kind, lora = "classification", {"parameters": "lora"}
     row('`lp.KFAC(parameters="lora")`', lp.KFAC(models[0], kind, **lora))
     row("the same, `factor_rank=10`", lp.KFAC(models[0], kind, **lora, factor_rank=10))
-    row("the same, `factor_rank=3`", lp.KFAC(models[0], kind, **lora, factor_rank=3))
     row("`lp.KFAC`, tuned on the held-out data", lp.KFAC(models[0], kind, **lora), data=held_out)
-    row('`lp.Diagonal(parameters="lora")`', lp.Diagonal(models[0], kind, **lora))
     row('`lp.KFAC(parameters="last_layer")`', lp.KFAC(models[0], kind, parameters="last_layer"))
     free = lp.TrainingFreeLoRA(models[0], kind)
     row("`lp.TrainingFreeLoRA`", free)
-    accuracy = {"score": "accuracy", "tolerance": 0.01}
-    row('the same, `score="accuracy"`, 1 %', lp.TrainingFreeLoRA(models[0], kind, **accuracy))
-    row('the same, `score="elbo"`', lp.TrainingFreeLoRA(models[0], kind, score="elbo"))
-    row("the same, held-out anchors", lp.TrainingFreeLoRA(models[0], kind), held_out)
-    row("the same, held-out anchors, their labels", lp.TrainingFreeLoRA(models[0], kind, labels=True), held_out)
+    quick = {"halvings": 5}
+    accuracy = {"score": "accuracy", "tolerance": 0.005, "labels": True, **quick}
+    row(f"the same, {HELD}, accuracy within .5 %", lp.TrainingFreeLoRA(models[0], kind, **accuracy), held_out)
+    row(f"the same, {HELD}, `tolerance=None`", lp.TrainingFreeLoRA(models[0], kind, **LEAST, **quick), held_out)
 
-    larger, scale, one = [], free.noise_scale, torch.Generator().manual_seed(seed)
-    rows = {"train": (train, models[0](**train).logits.argmax(-1)), "test": (test, test_labels)}
-    for factor in LARGER:
-        free.noise_scale = float(scale * factor)
-        found = {part: free.predict([x], generator=one, n_samples=30).mean for part, (x, _) in rows.items()}
+    curve, rows = [], {"train": (train, models[0](**train).logits.argmax(-1)), "test": (test, test_labels)}
+    for scale in SCALES:
+        free.noise_scale, one = float(scale), torch.Generator().manual_seed(seed)
+        found = {part: free.predict([x], generator=one, n_samples=10).mean for part, (x, _) in rows.items()}
         losses = [float(metrics.negative_log_likelihood(found[part], y)) for part, (_, y) in rows.items()]
-        error = metrics.expected_calibration_error(found["test"], test_labels)
-        larger.append([free.noise_scale, losses[0], losses[0] / free.report.network - 1, losses[1], float(error)])
-    return results, larger
+        accurate = float(metrics.accuracy(found["test"], test_labels)) - results[ADAPTED][0]
+        error = float(metrics.expected_calibration_error(found["test"], test_labels))
+        curve.append([losses[0] / free.report.network - 1, accurate, losses[1], error, error / results[ADAPTED][2]])
+    return results, curve
 
 
-def page(found: list[dict[str, list[float]]], larger: list[list[list[float]]], task: str, data: Parts) -> str:
+def page(found: list[dict[str, list[float]]], curve: list[list[list[float]]], task: str, data: Parts) -> str:
     """The page of results."""
     sizes = {part: len(inputs["input_ids"]) for part, (inputs, _) in data.items()}
     title = {"digits": ": digits as tokens"}.get(task, "")
@@ -286,32 +302,25 @@ def page(found: list[dict[str, list[float]]], larger: list[list[list[float]]], t
     text = INTRODUCTION.format(
         title=title, arguments=arguments, seeds=len(found), task=TASKS[task].format(**sizes), **sizes
     )
-    heads = ["", "accuracy", "NLL", "ECE", "OOD AUROC, entropy", "OOD AUROC, information", "CPU s to fit and tune"]
-    lines = [text, *markdown_rule(heads)]
+    lines = [text, *markdown_rule(["", *COLUMNS, "CPU s to fit and tune"])]
     values = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
     for name, own in values.items():
-        reference = values[ADAPTED].clone()
-        reference[:, 4] = reference[:, 3]  # the network has no mutual information
-        cells = [f"{m:.3f}" + ("" if name == ADAPTED else f" ± {e:.3f}") for m, e in _paired(own, reference, own)]
-        cells = ["" if m.isnan() else cell for m, cell in zip(own.mean(0), cells, strict=True)]
-        lines.append(markdown_line([name, *cells[:5], "" if own[0, 5].isnan() else f"{own[:, 5].mean():.1f}"]))
-    lines += ["", "Differences to the temperature, whose doubt is the entropy, paired by seed:", ""]
-    lines += markdown_rule(["", "NLL", "ECE", "OOD AUROC, entropy", "OOD AUROC, information"])
-    reference = values[WARMED].clone()
-    reference[:, 4] = reference[:, 3]
+        cells = [f"{m:.3f}" + ("" if name == ADAPTED else f" ± {e:.3f}") for m, e in _paired(own, values[ADAPTED], own)]
+        cells = ["" if m.isnan() else cell for m, cell in zip(own.mean(0)[:5], cells, strict=False)]
+        lines.append(markdown_line([name, *cells, "" if own[0, 9].isnan() else f"{own[:, 9].mean():.1f}"]))
+    lines += ["", "Differences to the temperature, paired by seed:", "", *markdown_rule(["", *COLUMNS])]
     for name, own in values.items():
         if name not in (ADAPTED, WARMED):
-            cells = [f"{m:+.3f} ± {e:.3f}" for m, e in _paired(own, reference)]
-            lines.append(markdown_line([name, *cells[1:5]]))
-    lines += [
-        "",
-        "What more noise than that of `lp.TrainingFreeLoRA` does; NLL of anchors by the network's own labels:",
-        "",
-    ]
-    lines += markdown_rule(["scale, times the one found", "scale", "anchors' NLL", "its rise", "test NLL", "test ECE"])
-    for factor, one in zip(LARGER, torch.tensor(larger).mean(0), strict=True):
-        cells = [f"{one[0]:.4f}", f"{one[1]:.4f}", f"{one[2]:+.1%}", f"{one[3]:.3f}", f"{one[4]:.3f}"]
-        lines.append(markdown_line([f"{factor:g}", *cells]))
+            lines.append(markdown_line([name, *(f"{m:+.3f} ± {e:.3f}" for m, e in _paired(own, values[WARMED])[:5])]))
+    lines += ["", DOUBTS, "", *markdown_rule(["", *(f"{kind}, {ood}" for kind in KINDS for ood in UNLIKE)])]
+    for name, own in values.items():
+        if not own[:, 5].isnan().any():
+            reference = values[WARMED][:, [3, 4] * 3]
+            lines.append(markdown_line([name, *(f"{m:+.3f} ± {e:.3f}" for m, e in _paired(own[:, 3:9], reference))]))
+    lines += ["", CURVE, "", *markdown_rule(["scale", "rise of the anchors' NLL", *COLUMNS[:3], "ECE / the network's"])]
+    for scale, one in zip(SCALES, torch.tensor(curve).mean(0), strict=True):
+        cells = [f"{one[0]:+.1%}", f"{one[1]:+.3f}", f"{one[2]:.3f}", f"{one[3]:.3f}", f"{one[4]:.2f}"]
+        lines.append(markdown_line([f"{scale:.2f}", *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -326,20 +335,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="documentation")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--steps", type=int, help="of pre-training: 1500, or 500 for digits")
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--keep", type=Path, help="a folder for what was measured, a file for each seed")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
     make, steps = {"documentation": (texts_of_packages, 1500), "digits": (pixels_of_digits, 500)}[arguments.task]
     base, parts = make(arguments.steps or steps)
     found: list[Any] = []
-    for seed in range(arguments.seeds):
-        found.append(measured(base, parts(seed), seed))
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        kept = None if arguments.keep is None else arguments.keep / f"{arguments.task}-{seed}.json"
+        if kept is not None and kept.exists():
+            found.append(json.loads(kept.read_text()))
+        else:
+            found.append(measured(base, parts(seed), seed))
+            if kept is not None:
+                kept.write_text(json.dumps(found[-1]))
         text = page(*zip(*found, strict=True), arguments.task, parts(seed))
-        sys.stdout.write(text)
-        sys.stdout.flush()
         if arguments.page is not None:
             arguments.page.write_text(text)
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What posteriors over the adapters of causal language models take, in time and in memory.
 
     python benchmarks/adapters_speed.py gpt2
-    python benchmarks/adapters_speed.py peaks
+    python benchmarks/adapters_speed.py peaks ["512 MiB" [10]]
     nice python benchmarks/adapters_speed.py billion
 
 ``gpt2``: GPT-2 small with LoRA of rank 8 on the attention's inputs, a batch of 4 × 128 tokens. Calls take turns on one
-core; of each the least CPU time counts. ``peaks``: what one process takes for the same fit and answers. ``billion``: a
+core; of each the least CPU time counts. ``peaks``: what one process takes for the same fit and answers, with a memory
+budget and a rank of the factors. ``billion``: a
 Llama of 1.1 billion weights in bfloat16, adapters of rank 8 on queries and values, one fit to two sequences, and its
 peak memory. Weights and texts are random.
 """
@@ -59,17 +60,23 @@ def small() -> tuple[nn.Module, dict[str, Tensor]]:
     return adapted(base, target_modules=["c_attn"], fan_in_fan_out=True), texts(4, 128, 50257)
 
 
-def peaks() -> dict[str, object]:
-    """What the process takes at most until after each step, in GB; nothing else runs in it."""
+def peaks(memory_budget: str | None = None, factor_rank: str | None = None) -> dict[str, object]:
+    """What the process takes at most until after each step, in GB, all included; nothing else runs in it."""
     found: dict[str, object] = {"GB, libraries": peak()}
     model, data = small()
     found["GB, network"] = peak()
-    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"))
+    options = {"memory_budget": memory_budget, "factor_rank": None if factor_rank is None else int(factor_rank)}
+    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"), **options)
     posterior.fit([data], generator=torch.Generator().manual_seed(0))
     found["GB, fit"] = peak()
-    del data["labels"]
-    posterior.at_last_token(CHOICES).predictive(data)
-    return found | {"GB, answers": peak()}
+    labels = data.pop("labels")
+    view = posterior.at_last_token(CHOICES)
+    for _ in range(3):
+        view.predictive(data)
+    found["GB, answers"] = peak()
+    logits = model(**data).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return found | {"GB, after a step of training": peak()}
 
 
 def gpt2() -> dict[str, object]:
@@ -142,5 +149,5 @@ def peak() -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # between the two libraries
-    result = {"gpt2": gpt2, "peaks": peaks, "billion": billion}[sys.argv[1]]()
+    result = {"gpt2": gpt2, "peaks": peaks, "billion": billion}[sys.argv[1]](*sys.argv[2:])
     sys.stdout.write(json.dumps({**result, "load": os.getloadavg()}, indent=1) + "\n")

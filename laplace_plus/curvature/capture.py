@@ -447,25 +447,24 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
     pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
     patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
     n_probes = min((n + 1) // 2, _MAX_PROBES)
-    # Two examples are enough, unless all units of some layer happen to be inactive for them.
+    # Two examples are enough, unless all units of some layer are inactive for them; one at a time if outputs are many.
     for first in range(n_probes):
-        examples = sorted({first, n - 1 - first})
-        probes = outputs.new_zeros(len(examples), *outputs.shape)
-        for row, example in enumerate(examples):
-            probes[row, example] = patterns[row]
-        for number, gradient in enumerate(capture.gradients(probes)):
-            if not bool(torch.isfinite(gradient.sum())):  # a malformed input teaches nothing
-                spoilt.add(number)
-            for row, example in enumerate(examples):
-                if not gradient[row].any():
-                    continue
-                n_witnesses[number] += 1
-                for where in candidates[number].copy():
-                    reached = by_example(gradient[row], n, where).flatten(1).any(-1)
-                    reached[example] = False
-                    if reached.any():
-                        candidates[number].remove(where)
-            settled[number] |= n_witnesses[number] >= 2 or not candidates[number]
+        ends = sorted({first, n - 1 - first})
+        for some in [ends] if outputs[0].numel() < 2**20 else zip(ends, strict=True):
+            probes = outputs.new_zeros(len(some), *outputs.shape)
+            probes[[*range(len(some))], [*some]] = patterns[: len(some)]
+            for number, gradient in enumerate(capture.gradients(probes)):
+                if not bool(torch.isfinite(gradient.sum())):  # a malformed input teaches nothing
+                    spoilt.add(number)
+                for example, own in zip(some, gradient, strict=True):
+                    n_witnesses[number] += bool(own.any())
+                    for where in candidates[number].copy():
+                        reached = by_example(own, n, where).flatten(1).any(-1)
+                        reached[example] = False
+                        if reached.any():
+                            candidates[number].remove(where)
+        for number, own in enumerate(candidates):
+            settled[number] |= n_witnesses[number] >= 2 or not own
         if first == 0 and not all(settled):  # calls that no example's output reaches tell nothing later, either
             everything = patterns[:1, None].expand(1, n, *outputs.shape[1:])
             for number, gradient in enumerate(capture.gradients(everything)):

@@ -309,8 +309,8 @@ def first_look(network: Network, batch: Batch) -> Capture | None:
 
 
 def bytes_per_example(network: Network, inputs: Any) -> int:
-    """What the network remembers of it, after a look at inputs where a posterior was loaded and a budget given."""
-    if network.bytes_per_example is None and _memory.is_given():
+    """What the network remembers of it, after a look at inputs where a posterior was loaded, or is of a function."""
+    if network.bytes_per_example is None:
         first_look(network, Batch(inputs, torch.empty(batches.batch_size(inputs))))
     return network.bytes_per_example or 0
 

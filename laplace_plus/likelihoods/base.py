@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -261,8 +262,9 @@ class Likelihood(ABC):
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
         flat, targets, weight = self.rows(outputs, targets)
-        log_density = checked_log_density(self, flat, targets).double()
-        return log_density.where(weight > 0, 0.0).sum().reshape(1)
+        some = 1 + 2**22 // flat.shape[-1]  # so many rows at a time: with large vocabularies, copies are large, too
+        parts = map(partial(checked_log_density, self), flat.split(some), targets.split(some))
+        return torch.cat([*parts]).double().where(weight > 0, 0.0).sum().reshape(1)
 
     def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
         """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.batches import batch_size, call, describe, inputs_of, output_tensor, signature_of
+from laplace_plus.batches import batch_size, call, can_be_cut, cut, describe, inputs_of, output_tensor, signature_of
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
@@ -72,8 +72,7 @@ class Through:
         own.require_fit()
         view = copy.copy(own)
         if self._network is None:
-            likelihood = own.likelihood if self.likelihood is None else self.likelihood
-            view.network = own.network.of(self.function, likelihood.arrange)
+            view.network = own.network.of(self.function, (self.likelihood or own.likelihood).arrange)
             self._network, self._n_outputs = view.network, _dependent_outputs(view, x)
         view.other_likelihood = self.likelihood
         if self.likelihood is not None and view.link not in self.likelihood.links:
@@ -87,8 +86,7 @@ class LastToken:
     """A model's outputs at each sequence's last token, ``[B, K]``; see :meth:`laplace_plus.Posterior.at_last_token`."""
 
     def __init__(self, network: Network, classes: Sequence[int] | Tensor | None):
-        self.model: Any = network.model
-        self.arrange, self.classes = network.arrange, classes
+        self.model, self.arrange, self.classes = network.model, network.arrange, classes
         inner = getattr(self.model, "get_base_model", lambda: self.model)()  # within peft's
         # Models of transformers then compute no logits of other positions, a third of GPT-2's forward pass.
         self._keeps = "logits_to_keep" in signature_of(type(inner).forward).parameters
@@ -108,9 +106,8 @@ class LastToken:
             x = {**x, "logits_to_keep": kept}
         found = self.arrange(output_tensor(call(self.model, x)))
         if found.ndim != 3:  # noqa: PLR2004
-            raise DataError(
-                "The model gives no outputs at positions.", expected="[B, T, C]", got=f"{list(found.shape)}"
-            )
+            what, got = "The model gives no outputs at positions.", f"{list(found.shape)}"
+            raise DataError(what, expected="[B, T, C]", got=got)
         found = found[torch.arange(len(found), device=found.device), places.to(found.device)]
         return found if self.classes is None else found[:, output_indices(self.classes, found.shape).to(found.device)]
 
@@ -119,13 +116,14 @@ class LastToken:
 def _dependent_outputs(view: Any, x: Any) -> int:
     """The number of outputs; :class:`SelectionError` where no gradient leads from them to the selected weights."""
     network, inputs = view.network, view.network.receive(x)
+    if isinstance(network.function, LastToken) and can_be_cut(inputs, size := batch_size(inputs)):
+        inputs = cut(inputs, [0, size - 1])  # which tell as much as all texts
     with torch.enable_grad():
         vector = network.vector().requires_grad_()
         outputs = network(inputs, network.substitute(vector))
         found = torch.autograd.grad(outputs.sum(), vector, allow_unused=True) if outputs.requires_grad else (None,)
     if found[0] is None:
-        expected = "a function that calls the posterior's own model"
-        fix = "Call the model that was wrapped, not a copy."
+        expected, fix = "a function that calls the posterior's own model", "Call the wrapped model, not a copy."
         raise SelectionError("These outputs do not depend on the posterior's weights.", expected=expected, fix=fix)
     return outputs.shape[-1]
 

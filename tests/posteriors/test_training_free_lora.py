@@ -257,6 +257,45 @@ def test_the_bound_takes_one_prior_precision():
         posterior.fit([(torch.ones(1, 4).double(), torch.zeros(1).long())])
 
 
+class TestLeastLoss:
+    """Without a tolerance, the scale is that with the least NLL of given labels."""
+
+    def test_the_scale_is_that_of_the_closed_form(self):
+        """The density N(y; m, v) within U's two dimensions, v = ν² + s²σ²‖x‖², is largest at v = |Uᵀ(y − m)|²/2."""
+        model, x, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 0.8
+        u = torch.linalg.svd(layer_of(model).lora_B["default"].weight.detach(), full_matrices=False)[0]
+        y = model(x).detach() + 2 * noise * u[:, 0]  # v = 2 ν²
+        found = []
+        for seed in range(6):
+            posterior = lp.TrainingFreeLoRA(
+                model, lp.Gaussian(noise_std=noise), tolerance=None, labels=True, n_samples=1000, halvings=6
+            )
+            posterior.fit([(x, y)], generator=torch.Generator().manual_seed(seed))
+            found.append(posterior.noise_scale)
+            score, scale = min((score, scale) for scale, score, _ in posterior.report.steps)
+            assert scale == posterior.noise_scale and score < posterior.report.network
+        expected = math.sqrt(noise**2 / (9 * float(x.square().sum())))
+        error = float(torch.tensor(found).std()) / math.sqrt(len(found))
+        assert error < 0.03 * expected
+        assert abs(sum(found) / len(found) - expected) < 4.5 * error + expected * 2**-6
+
+    def test_there_is_no_noise_where_none_helps(self, tmp_path):
+        model, x = linear(), torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        posterior = lp.TrainingFreeLoRA(model, lp.Gaussian(), tolerance=None, labels=True, halvings=2)
+        with pytest.warns(ConvergenceWarning, match="No scale was better than none"):
+            posterior.fit([(x, model(x).detach())])
+        posterior.save(tmp_path / "it")
+        for one in (posterior, lp.load(tmp_path / "it", model)):
+            assert one.noise_scale == 0 and one.tolerance is None
+            for outputs in one.sampled_outputs(x, 3, None):
+                assert torch.equal(outputs, model(x))
+
+    @pytest.mark.parametrize(("score", "labels"), [("nll", False), ("accuracy", True)])
+    def test_it_takes_labels_and_a_smooth_score(self, score, labels):
+        with pytest.raises(ConfigurationError, match="Set a tolerance"):
+            lp.TrainingFreeLoRA(linear(), "classification", tolerance=None, score=score, labels=labels)
+
+
 def sequences(model):
     """An adapter's layer that maps tokens ``[B, T, 4]`` to outputs ``[B, T, 5]``, and data."""
     x = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.3, 1.0, -1.0, 0.2]], dtype=torch.float64).expand(200, 2, 4)

@@ -20,7 +20,7 @@ class ScaleSearch:
 
     Attributes:
         network: The network's score on the anchors: the mean NLL in nats, or the share of errors.
-        steps: What was tried, in order: scale, score, and whether it was accepted (for ``"elbo"``: the least so far).
+        steps: What was tried, in order: scale, score, and whether it was accepted (of a least score: the least so far).
     """
 
     network: float
@@ -53,8 +53,13 @@ def largest(
     return low, steps
 
 
-def least(score: Callable[[float], float], halvings: int) -> tuple[float, list[tuple[float, float, bool]]]:
-    """The scale with the least score, by golden sections of its logarithm until a factor of 2 is halved so often."""
+def least(
+    score: Callable[[float], float], halvings: int, without: float
+) -> tuple[float, list[tuple[float, float, bool]]]:
+    """The scale with the least score, by golden sections of its logarithm until a factor of 2 is halved so often.
+
+    It is 0 where smaller scales are better, and none of them than the score without noise.
+    """
     steps: list[tuple[float, float, bool]] = []
 
     def at(place: float) -> float:
@@ -68,6 +73,9 @@ def least(score: Callable[[float], float], halvings: int) -> tuple[float, list[t
         if here <= min(below, above):
             break
         if below < above:
+            if below >= without:
+                _warn("No scale was better than none", steps)
+                return 0.0, steps
             middle, here, above = middle - step, below, here
             below = at(middle - step)
         else:
@@ -88,7 +96,10 @@ def least(score: Callable[[float], float], halvings: int) -> tuple[float, list[t
             low, inner, found = inner[0], [inner[1], 0.0], [found[1], 0.0]
             inner[1] = low + _GOLDEN * (high - low)
             found[1] = at(inner[1])
-    return min(steps, key=lambda one: one[1])[0], steps
+    scale, score_of_it, _ = min(steps, key=lambda one: one[1])
+    if score_of_it >= without:
+        _warn("No scale was better than none", steps)
+    return scale if score_of_it < without else 0.0, steps
 
 
 def _warn(what: str, steps: list[tuple[float, float, bool]]) -> None:

@@ -49,7 +49,8 @@ class TrainingFreeLoRA(Posterior):
         model: A network with adapters as PEFT makes them (``lora_A``, ``lora_B``); the active ones count.
         likelihood: As for :class:`Posterior`.
         tolerance: By how much the score of sampled networks may exceed the network's: relatively for ``"nll"``, by that
-            share of anchors for ``"accuracy"``; without effect for ``"elbo"``.
+            share of anchors for ``"accuracy"``; without effect for ``"elbo"``. None takes the scale with the least NLL
+            of ``labels``, as a temperature is fitted; the anchors should then be held out.
         score: ``"nll"``, the mean negative log-likelihood of averaged predictions, or ``"accuracy"``, their share of
             errors. Or ``"elbo"``: the scale has the least ``−(Σ_n E_q log p(y_n|θ) − KL(q ‖ p))/N``, in nats for each
             anchor, under a prior N(``prior_mean``, 1/``prior_precision``) on A's entries; there is no tolerance then.
@@ -68,11 +69,12 @@ class TrainingFreeLoRA(Posterior):
 
     Raises:
         SelectionError: No active adapter, one that is merged or disabled, or one whose B is zero.
-        ConfigurationError: An unknown score, a number that is not positive, or several prior precisions for ``"elbo"``.
+        ConfigurationError: An unknown score, a number that is not positive, several prior precisions for ``"elbo"``, or
+            no tolerance of another score than ``"nll"`` by labels.
         UnsupportedError: ``per_token`` with adapters of other than linear layers.
 
     Warns:
-        ConvergenceWarning: No scale was accepted, or none rejected.
+        ConvergenceWarning: No scale was accepted, or none rejected; or none has a smaller NLL than the network.
     """
 
     default_method: Method = "sampled"
@@ -82,7 +84,7 @@ class TrainingFreeLoRA(Posterior):
         model: nn.Module,
         likelihood: Any,
         *,
-        tolerance: float = 0.003,
+        tolerance: float | None = 0.003,
         score: Literal["nll", "accuracy", "elbo"] = "nll",
         labels: bool = False,
         per_token: bool = False,
@@ -96,7 +98,13 @@ class TrainingFreeLoRA(Posterior):
         memory_budget: int | str | None = None,
     ):
         check_choice("score", score, ("nll", "accuracy", "elbo"))
-        check_positive(tolerance=tolerance)
+        if tolerance is not None:
+            check_positive(tolerance=tolerance)
+        elif score == "accuracy" or (score == "nll" and not labels):
+            what, got = "By the network's own labels, no noise is better than any.", f"score={score!r}, labels={labels}"
+            what = what if score == "nll" else "Errors are counted: many scales have the fewest."
+            expected = 'score="nll" and labels=True, on anchors that were held out'
+            raise ConfigurationError(what, expected=expected, got=got, fix="Set a tolerance.")
         check_counts(n_samples=n_samples, halvings=halvings)
         pairs = adapter_pairs(model) if isinstance(model, nn.Module) else {}  # what is no model is refused below
         common = {name: value for name, value in common_arguments(locals()).items() if name != "pairs"}
@@ -128,8 +136,8 @@ class TrainingFreeLoRA(Posterior):
         def score(scale: float) -> float:  # all scales see the same noise
             return self._score(data, scale, maps, draws, seed, progress)[0]
 
-        if self.score == "elbo":
-            self.noise_scale, steps = least(score, self.halvings)
+        if self.score == "elbo" or self.tolerance is None:
+            self.noise_scale, steps = least(score, self.halvings, math.inf if self.score == "elbo" else network)
         else:
             bound = network + self.tolerance * (abs(network) if self.score == "nll" else 1)
             self.noise_scale, steps = largest(score, bound, self.halvings)
