@@ -35,7 +35,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         constraint: A function ``c(model, points)``, or :class:`Sparse`, which needs no solver.
         model: The network in training.
         points: A batch for c, or a function that returns one for each step; the same in all processes.
-        rate: γ: up to 1/lr for SGD; for Adam about 0.01, or 1 where points are new in each step.
+        rate: γ: up to 1/lr for SGD; for Adam about 0.01, 1 where points are new in each step, 10 for sparsity.
         warm_up: Steps of the plain optimiser before the first correction.
         every: Correct one in so many of the steps after these.
         max_iterations: Those of LSMR in a step.

@@ -19,7 +19,7 @@ class Sparse:
     """The constraint ``θ[m] = 0``, where m are given entries, or the least salient ones on a schedule.
 
     The corrected gradient is γ θ on m and u off it. After t of T steps, the share ``s (1 − (1 − t/T)³)`` of weights is
-    held, chosen anew every so many steps. With SGD they fall as ``(1 − lr γ)^t``, with Adam by about lr in each step;
+    held, chosen anew every so many steps. With SGD they fall as ``(1 − lr γ)^t``; with Adam, γ of about 10 is needed.
     :func:`~laplace_plus.constraints.project` makes them zero. An object belongs to one network.
 
     Args:
