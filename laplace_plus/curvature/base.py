@@ -174,11 +174,9 @@ def register_backend(name: str, backend: type[Backend] | Callable[[], type[Backe
         ConfigurationError: The name belongs to another backend already, or ``backend`` is neither of the two.
     """
     if isinstance(backend, type) and not issubclass(backend, Backend) or not callable(backend):
-        raise ConfigurationError(
-            f"What is to be called {name!r} is not a backend.",
-            expected="a subclass of laplace_plus.Backend, or a function that returns one",
-            got=repr(backend),
-        )
+        what = f"What is to be called {name!r} is not a backend."
+        expected = "a subclass of laplace_plus.Backend, or a function that returns one"
+        raise ConfigurationError(what, expected=expected, got=repr(backend))
     if _backends.get(name, backend) is not backend:
         raise ConfigurationError(f"The backend name {name!r} is taken.", expected="a new name", got=repr(name))
     _backends[name] = backend

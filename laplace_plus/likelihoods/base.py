@@ -247,12 +247,10 @@ class Likelihood(ABC):
         if values.numel():
             eps = torch.finfo(values.dtype).eps
             if bool(values.min() < -(eps**0.5) * values.abs().max() - 10 * eps * values.shape[-1]):
-                raise UnsupportedError(
-                    "The log-density is not concave at these outputs.",
-                    expected="a positive semi-definite -∂² log p(y|f) / ∂f²",
-                    got=f"an eigenvalue of {float(values.min()):.3g}",
-                    fix="Override output_root by a root of the expected Fisher information, or use a sampled one",
-                )
+                what = "The log-density is not concave at these outputs."
+                got = f"an eigenvalue of {float(values.min()):.3g}"
+                fix = "Override output_root by a root of the expected Fisher information, or use a sampled one"
+                raise UnsupportedError(what, expected="a positive semi-definite -∂² log p(y|f) / ∂f²", got=got, fix=fix)
         return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
     def torch_loss(self) -> tuple[torch.nn.Module, float] | None:

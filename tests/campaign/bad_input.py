@@ -67,6 +67,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Riemannian": (lp.Riemannian, {"n_samples": 2}),
     "MetricBNN": (lp.MetricBNN, {"n_particles": 2, "n_steps": 2, "sampling": "exploration"}),
     "ABNN": (lp.ABNN, {"n_members": 2, "epochs": 1}),
+    "SWAG": (lp.SWAG, {"n_snapshots": 2, "n_members": 2}),
     "VariationalLastLayer": (lp.VariationalLastLayer, {"max_iterations": 5}),
     "SpatialField": (field, {}),
 }

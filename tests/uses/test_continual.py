@@ -531,14 +531,15 @@ def test_corrected_eigenvalues_need_the_same_layers():
         posterior.continue_on(net).fit(batch(12, 2))
 
 
-def test_a_network_of_shifted_weights_adds_curvatures_at_both():
+@pytest.mark.parametrize("options", [{}, {"parameters": "last_layer"}])  # the latter kept as rows of data
+def test_a_network_of_shifted_weights_adds_curvatures_at_both(options):
     net = classifier()
-    first = lp.Full(net, "classification").fit(batch())
+    first = lp.Full(net, "classification", **options).fit(batch(5))
     start = first.precision_matrix()
     with torch.no_grad():
         for p in net.parameters():
             p.mul_(1.1)
-    alone = lp.Full(net, "classification", prior_precision=1e-9).fit(batch(seed=2))
-    moved = first.continue_on(net).fit(batch(seed=2))
+    alone = lp.Full(net, "classification", prior_precision=1e-9, **options).fit(batch(4, seed=2))
+    moved = first.continue_on(net).fit(batch(4, seed=2))
     assert_close(moved.precision_matrix(), start + alone.precision_matrix(), rtol=1e-8, atol=1e-8)
     assert_close(moved.mean, alone.mean)

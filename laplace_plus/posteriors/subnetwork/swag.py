@@ -88,7 +88,7 @@ class DiagonalSWAG:
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
         rates: Any = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
         optimizer = torch.optim.SGD([vector], **rates)
-        epochs = progress_bar(range(self.n_snapshots), enabled=progress, description=f"{name}: epochs")
+        reached, epochs = False, progress_bar(range(self.n_snapshots), enabled=progress, description=f"{name}: epochs")
         with global_randomness(network.device, generator), torch.enable_grad():
             for epoch in epochs:
                 for batch in batches.iterate(data, device=network.device):
@@ -101,9 +101,11 @@ class DiagonalSWAG:
                     likelihood.validate(outputs.detach(), batch.target)
                     rows, targets, weight = likelihood.rows(outputs, batch.target)
                     loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
-                    if not loss.requires_grad:
-                        what, expected = f"{name} has nothing to train.", "outputs that depend on selected parameters"
-                        raise SelectionError(what, expected=expected, got="outputs without gradients")
-                    (vector.grad,) = torch.autograd.grad(loss, vector)
+                    if loss.requires_grad:
+                        (vector.grad,) = torch.autograd.grad(loss, vector)
+                        reached = reached or bool(vector.grad.any())
                     optimizer.step()
+                if not reached:
+                    what, expected = f"{name} has nothing to train.", "outputs that depend on selected parameters"
+                    raise SelectionError(what, expected=expected, got="losses without gradients")
                 take(vector.detach())
