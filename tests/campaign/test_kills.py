@@ -170,6 +170,37 @@ def dense(path: Path | None) -> Tensor:
     return answer(lp.Full(network(), "classification").fit(BATCHES, checkpoint=path))
 
 
+def updating(path: Path | None) -> Tensor:
+    posterior = lp.KFAC(network(), "classification", eigenvalue_corrected=True).fit(DATA[:1])
+    return answer(posterior.update(BATCHES, checkpoint=path))
+
+
+def eigenpairs(path: Path | None) -> Tensor:
+    posterior = lp.LowRank(network(), "classification", rank=2, max_restarts=1, tolerance=0.9, remainder_probes=1)
+    return answer(posterior.fit(DATA, generator=seeded(), checkpoint=path))
+
+
+def leaving_out(path: Path | None) -> Tensor:
+    posterior = lp.Full(network(), "classification").fit(DATA)
+    tuner = lp.LeaveOneOut(10.0, grid=(1.0, 10.0, 100.0), data=BATCHES)
+    tuning = posterior.fit_prior_precision(tuner, checkpoint=path).tuning
+    return torch.cat([tuning.prior_precision.flatten(), tuning.losses])
+
+
+def validating(path: Path | None) -> Tensor:
+    posterior = lp.Diagonal(network(), "classification").fit(DATA)
+    tuner = lp.Validation(BATCHES, grid=(0.1, 1.0), link="mc", n_samples=5)
+    tuning = posterior.fit_prior_precision(tuner, generator=seeded(), checkpoint=path).tuning
+    return torch.tensor([float(tuning.prior_precision), tuning.value])
+
+
+def calibrating(path: Path | None) -> Tensor:
+    posterior = lp.Full(network(), "classification").fit(DATA)
+    options = {"weight_decay": 1.0, "interpolation": 0.0}
+    found = lp.calibrate(posterior, BATCHES, checkpoint=path, **options)
+    return torch.tensor([found.temperature, found.covariance_scale, found.report.leave_one_out_nll])
+
+
 def metric_bnn(path: Path | None) -> Tensor:
     latent = lp.LatentModel(dimension=2, hidden=(4,), epochs=25, tolerance=10.0)
     options = {"n_particles": 2, "n_steps": 6, "n_refinements": 1}
@@ -219,6 +250,11 @@ WORK = [
     one_pass,
     two_passes,
     dense,
+    updating,
+    eigenpairs,
+    leaving_out,
+    validating,
+    calibrating,
     null_space,
     viking,
     metric_bnn,
