@@ -130,6 +130,14 @@ class Filters:
                 found[term] += (mixed * own).sum((1, 2)) if diagonal else mixed.flatten(1) @ own.flatten(1).mT
         return found
 
+    def energy(self, vector: Tensor, coefficients: Tensor) -> Tensor:
+        """``θᵀ Λ θ`` of ``[P]``, 0-d float64; differentiable by the coefficients."""
+        found = torch.zeros((), dtype=torch.float64, device=vector.device)
+        for start, stop, terms in self._pieces:
+            own = vector[start:stop].double().view(-1, len(terms))
+            found = found + (own.mT @ own * torch.linalg.inv(coefficients[terms])).sum()
+        return found
+
     def _chunks(self, left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Terms, and rows of some filters at a time, ``[n, F, k]`` float64."""
         for start, stop, terms in self._pieces:

@@ -19,9 +19,9 @@ class ImagePosterior(LinearizedImage):
 
     The network f was trained on this one image, from a fixed input z. It is linearised at its weights θ̃, with
     ``J = ∂f/∂θ`` and the prior ``N(0, Λ⁻¹)`` of a :class:`FilterCovariance`. With ``K = J Λ⁻¹ Jᵀ`` and
-    ``S = A K Aᵀ + σ² I``, the image has the mean f(z) and the covariance ``K − K Aᵀ S⁻¹ A K``. The evidence is that of
-    the tangent model at its optimum, ``log N(y − A (f(z) − J θ̃); 0, S)``. What is kept is the ``d_y × P`` Jacobian of
-    the measurements, and one ``d_y × d_y`` matrix for each block and distance of taps.
+    ``S = A K Aᵀ + σ² I``, the image has the mean f(z) and the covariance ``K − K Aᵀ S⁻¹ A K``. The evidence is
+    ``−½ (log det S + ‖y − A f_θ‖²/σ² + θᵀ Λ θ + d_y log 2π)``, of the tangent model f_θ. What is kept is the Jacobian
+    ``[d_y, P]`` of the measurements, and one matrix ``[d_y, d_y]`` for each block and distance of taps.
 
     Args:
         model: The trained network; ``f(z)`` is one image ``[1, *, H, W]``.
@@ -31,6 +31,8 @@ class ImagePosterior(LinearizedImage):
         prior: Over the weights; its numbers are those of all blocks, or of each.
         blocks: Gives the block of a parameter by its name, such as ``lambda name: name.split(".")[0]``; by default each
             layer is a block.
+        optimum: θ in the evidence: ``"network"``, the trained weights, as the authors do; or ``"tangent"``, the optimum
+            of the tangent model, where it is ``log N(y − A (f(z) − J θ̃); 0, S)``. Its error bars were too narrow.
         parameters: Which weights; see :mod:`laplace_plus.selection`.
 
     Attributes:

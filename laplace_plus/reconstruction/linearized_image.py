@@ -15,7 +15,7 @@ from laplace_plus._memory import slices
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import call, describe, output_tensor
 from laplace_plus.evidence.tangent_model import batch_jacobian
-from laplace_plus.evidence.tuning import check_counts, check_positive
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.priors import as_hyperparameter
@@ -42,12 +42,14 @@ class LinearizedImage:
         noise_std: float | Tensor = 1.0,
         prior: FilterCovariance | None = None,
         blocks: Callable[[str], str] | None = None,
+        optimum: str = "network",
         parameters: Selection = "all",
     ):
+        check_choice("optimum", optimum, ("tangent", "network"))
         self.network = Network(model, parameters, output_tensor)
         self.filters = Filters(self.network, blocks)
         self.blocks = self.filters.names
-        self.operator, self.noise_std = operator, noise_std
+        self.operator, self.noise_std, self.optimum = operator, noise_std, optimum
         self.prior = FilterCovariance() if prior is None else prior
         self._mark: Any = None
 
@@ -76,7 +78,8 @@ class LinearizedImage:
         grams = self.filters.grams(rows)
         self.image, self._z, self._matrix, self._jacobian, self._grams = image, inputs, matrix, rows, grams
         # To the tangent model, these measurements are of J θ.
-        self._seen = y - matrix.double() @ image.flatten().double() + rows.double() @ network.vector().double()
+        self._residual = y - matrix.double() @ image.flatten().double()
+        self._seen = self._residual + rows.double() @ network.vector().double()
         self._squares, self._scale = torch.empty(0), float(y.square().mean().sqrt()) or 1.0
         self._mark = network.mark()
         return self
@@ -94,12 +97,18 @@ class LinearizedImage:
     def log_marginal_likelihood(
         self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None
     ) -> Tensor:
-        """``log N(y − A (f(z) − J θ̃); 0, S)`` in nats, 0-d float64; differentiable. Arguments only ask.
+        """The evidence of the measurements in nats, 0-d float64; differentiable. Arguments only ask.
 
         NotPositiveDefiniteError if the noise is too small for float64.
         """
         self.require_fit()
         seen, root = self._seen, self._root(prior, noise_std)
+        if self.optimum == "network":
+            noise = self._noise(self.noise_std if noise_std is None else noise_std)
+            coefficients = self.filters.coefficients(self.prior if prior is None else prior)
+            energy = self.filters.energy(self.network.vector(), coefficients)
+            misfit = self._residual.square().sum() / noise.square() + energy + len(seen) * math.log(2 * math.pi)
+            return -misfit / 2 - root.diagonal().log().sum()
         return MultivariateNormal(torch.zeros_like(seen), scale_tril=root, validate_args=False).log_prob(seen)
 
     @full_precision

@@ -60,9 +60,9 @@ def problem(size=6, n=14, dtype=torch.float64, seed=0):
     return net, z.to(dtype), matrix, y
 
 
-def fitted(prior=PRIOR, noise_std=0.3, **options):
-    net, z, matrix, y = problem(**options)
-    return ImagePosterior(net, matrix, noise_std=noise_std, prior=prior).fit(z, y)
+def fitted(prior=PRIOR, noise_std=0.3, optimum="tangent"):
+    net, z, matrix, y = problem()
+    return ImagePosterior(net, matrix, noise_std=noise_std, prior=prior, optimum=optimum).fit(z, y)
 
 
 def dense(posterior, net, z, matrix, y):
@@ -97,6 +97,23 @@ def test_evidence_is_the_dense_one():
     fit = (seen - jacobian @ optimum).square().sum() / 0.09 + optimum @ precision @ optimum
     written_out = -(torch.logdet(total) + fit + len(seen) * math.log(2 * math.pi)) / 2
     torch.testing.assert_close(posterior.log_marginal_likelihood(), written_out, rtol=1e-8, atol=0)
+
+
+def test_evidence_at_the_networks_weights():
+    net, z, matrix, y = problem()
+    posterior = ImagePosterior(net, matrix, noise_std=0.3, prior=PRIOR).fit(z, y)
+    mean, _, total, _, jacobian = dense(posterior, net, z, matrix, y)
+    identity, weights = (
+        torch.eye(jacobian.shape[1], **DOUBLE),
+        torch.cat([p.detach().flatten() for p in net.parameters()]),
+    )
+    covariance = posterior.filters.product(identity, identity, posterior.filters.coefficients(PRIOR))
+    misfit = (y - matrix @ mean).square().sum() / 0.09 + weights @ torch.linalg.solve(covariance, weights)
+    expected = -(torch.logdet(total) + misfit + len(y) * math.log(2 * math.pi)) / 2
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), expected, rtol=1e-9, atol=0)
+    assert expected < fitted().log_marginal_likelihood()  # the tangent model's optimum is no worse
+    before = float(expected)
+    assert float(posterior.fit_prior().log_marginal_likelihood()) > before
 
 
 def test_posterior_covariance_is_the_conditional_one():
@@ -171,7 +188,8 @@ def test_layerwise_evidence_is_that_of_the_tangent_model():
     net, z, matrix, y = problem()
     theirs = lp.Full(Measured(net, matrix), lp.Gaussian(0.3)).fit([(z, y[None])])
     theirs.fit_prior_precision(lp.Tangent(structure="layerwise", tolerance=1e-3))
-    ours = ImagePosterior(net, matrix, noise_std=0.3, prior=FilterCovariance(0.0)).fit(z, y)
+    options = {"noise_std": 0.3, "prior": FilterCovariance(0.0), "optimum": "tangent"}
+    ours = ImagePosterior(net, matrix, **options).fit(z, y)
     assert ours.blocks == ("down", "skip", "up")
     noise, precision = float(theirs.tuning.noise_std), theirs.tuning.prior_precision.double()
     at = ours.log_marginal_likelihood(FilterCovariance(0.0, 1 / precision / (1 + 1e-6)), noise)
@@ -194,9 +212,9 @@ def test_derivatives_of_the_evidence():
     assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("rate", [None, 0.5])
-def test_tuning_ends_at_a_maximum(rate):
-    posterior = fitted()
+@pytest.mark.parametrize(("rate", "optimum"), [(None, "tangent"), (0.5, "tangent"), (0.5, "network")])
+def test_tuning_ends_at_a_maximum(rate, optimum):
+    posterior = fitted(optimum=optimum)
 
     def value(prior=None, noise=None):
         found = posterior.log_marginal_likelihood(prior, noise)
@@ -254,7 +272,7 @@ def test_all_forms_of_an_operator_agree():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
 def test_other_types(dtype, tolerance):
     exact, (net, z, matrix, y) = fitted(), problem(dtype=dtype)
-    posterior = ImagePosterior(net, matrix, noise_std=0.3, prior=PRIOR).fit(z, y)
+    posterior = ImagePosterior(net, matrix, noise_std=0.3, prior=PRIOR, optimum="tangent").fit(z, y)
     assert posterior.image.dtype == torch.float32 and posterior.variance().dtype == torch.float64
     torch.testing.assert_close(posterior.variance(), exact.variance(), rtol=tolerance, atol=0)
     torch.testing.assert_close(
@@ -396,6 +414,8 @@ def test_bad_arguments():
         posterior.log_prob(torch.zeros(1, 6, 6), patch=0)
     with pytest.raises(SelectionError):
         ImagePosterior(Net(), torch.eye(36), parameters=["nothing"])
+    with pytest.raises(ConfigurationError, match="optimum"):
+        ImagePosterior(Net(), torch.eye(36), optimum="best")
     assert float(posterior.noise_std) == 0.3 and posterior.prior is PRIOR  # a failure changes nothing
 
 
