@@ -148,8 +148,8 @@ INTRODUCTION = """
 # Rotated digits and corrupted photographs
 
 A LeNet on {digits} digits of MNIST, and one with {channels} channels and ReLUs on {size} images of CIFAR-10, which were
-recompressed as JPEG. {seeds} splits of each, {test} test images ({shifted} where photographs are corrupted). Mean ±
-standard error over splits. The default rows are the two lines of the README, for all weights and for the last layer;
+recompressed as JPEG; {test} test images ({shifted} where photographs are corrupted). Mean ± standard error over splits,
+which are drawn anew. The default rows are the two lines of the README, for all weights and for the last layer;
 the link of all posteriors is the default one.
 
 ![Four scores against the level of each shift, a line for each method](study-shifts.png)
@@ -159,7 +159,7 @@ the link of all posteriors is the default one.
 
 def page(rows: Rows) -> str:
     """Inputs as they are, with images from elsewhere; then, for each score, some levels."""
-    photographs, seeds = section_of("cifar10"), len({row["seed"] for row in rows.all})
+    photographs = section_of("cifar10")
     digits = section_of("mnist").source
     about = {
         "digits": digits["train_size"],
@@ -167,7 +167,7 @@ def page(rows: Rows) -> str:
         "channels": " and ".join(map(str, photographs.network["channels"])),
         "size": photographs.source["train_size"],
     }
-    lines = [INTRODUCTION.strip().format(seeds=seeds, shifted=SHIFTED, **about), ""]
+    lines = [INTRODUCTION.strip().format(shifted=SHIFTED, **about), ""]
     for name, (title, shown) in SHOWN.items():
         by = by_method(rows, name)
         if not by:
@@ -182,7 +182,13 @@ def page(rows: Rows) -> str:
             *(f"AUROC, {other.replace('_', ' ')}" for other in elsewhere),
             "fit, CPU s",
         ]
-        lines += [f"## {title}", "", "Test images as they are, and by entropy images of two other sets:", ""]
+        n = len({row["seed"] for row in rows.where(set=name)})
+        lines += [
+            f"## {title} ({n} split{'s' * (n > 1)})",
+            "",
+            "Test images as they are, and by entropy images of two other sets:",
+            "",
+        ]
         lines += table(head, ([label, *_plain(some, plain, elsewhere)] for label, some in by.items()))
         for score, long in SCORES.items():
             lines += [f"{long}:", ""]
@@ -241,7 +247,7 @@ def main() -> None:
     if not arguments.page:
         measure(rows, arguments)
     (arguments.pages / "study-shifts.md").write_text(page(rows))
-    picture(rows).savefig(arguments.pages / "study-shifts.png", dpi=70)
+    picture(rows).savefig(arguments.pages / "study-shifts.png", dpi=60)
 
 
 if __name__ == "__main__":
