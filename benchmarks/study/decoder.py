@@ -209,7 +209,7 @@ def main() -> None:
         rows.of(partial(measured, arguments, seed), seed=seed)
     (arguments.pages / "study-decoder.md").write_text(page(rows))
     maps = torch.load(arguments.output / "decoder-0.pt", weights_only=True)
-    picture(maps).savefig(arguments.pages / "study-decoder.png", dpi=90)
+    picture(maps).savefig(arguments.pages / "study-decoder.png", dpi=65)
 
 
 if __name__ == "__main__":
