@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="where to write, without .json and .md")
     parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--tolerance", type=float, default=0.05)
     arguments = parser.parse_args()
     settings = {key: getattr(arguments, key) for key in ("splits", "epochs", "tolerance")}
@@ -107,7 +108,7 @@ def main() -> None:
     document = json.loads(path.read_text()) if path.exists() else {"settings": settings, "rows": []}
     if document["settings"] != settings:
         raise SystemExit(f"{path} has other settings: {document['settings']}")
-    for name in TABLES:
+    for name in arguments.tables:
         folder = Path(f"{arguments.output}-networks")
         networks = table_networks(folder, name, arguments.splits, arguments.data, arguments.epochs)
         for number, network in zip(arguments.splits, networks, strict=True):

@@ -46,7 +46,7 @@ CPU time of a step with its derivative, on one thread of a machine with other wo
 ten. A factorisation of 500 features is cheap; the ways without one keep no M × M matrix. Nothing was chosen by test
 results."""
 
-PROBES, DEPTH = 8, 40
+PROBES, DEPTH = 4, 30
 
 
 class Process:

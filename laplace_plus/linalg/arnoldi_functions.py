@@ -41,7 +41,8 @@ def arnoldi_function(
 
     Costs one product (of the stack) per step, 4nK² operations and memory for K vectors each. Exact once the Krylov
     space is invariant, and for polynomials of degree below K. The gradient in v, in the tensors that A depends on and
-    in those of f is that of the computed value. It takes K transposed products and memory for K more vectors.
+    in those of f is that of the computed value. It takes K transposed products and memory for K more vectors. In single
+    entries of a discretised A it converges many steps after the value: compare it with that of a larger depth.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
