@@ -21,7 +21,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.study.rows import Row, Rows, arguments_of, said, section_of, table
+from benchmarks.study.rows import Row, Rows, said, script, section_of, table
 from benchmarks.study.sets import DataSet, load
 from laplace_plus.geometry import LossLandscape, estimate_scalar_curvature
 from laplace_plus.linalg import eigsh
@@ -145,11 +145,7 @@ def measure(rows: Rows, arguments: Namespace) -> None:
 
 def main() -> None:
     """Measure what is missing, and write the page."""
-    arguments = arguments_of(__doc__ or "")
-    rows = Rows(arguments.output / "curvature.jsonl")
-    if not arguments.page:
-        measure(rows, arguments)
-    (arguments.pages / "study-curvature.md").write_text(page(rows))
+    script(__doc__ or "", "curvature", measure, page)
 
 
 if __name__ == "__main__":

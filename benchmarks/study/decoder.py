@@ -24,7 +24,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import laplace_plus as lp
-from benchmarks.study.rows import Row, Rows, arguments_of, said, section_of, table
+from benchmarks.study.rows import Row, Rows, said, script, section_of, table
 from benchmarks.study.sets import load
 from laplace_plus import metrics
 
@@ -201,13 +201,15 @@ def picture(maps: dict[str, list[Tensor]]) -> Figure:
     return figure
 
 
+def measure(rows: Rows, arguments: Namespace) -> None:
+    """All that is missing."""
+    for seed in range(arguments.seeds):
+        rows.of(partial(measured, arguments, seed), seed=seed)
+
+
 def main() -> None:
     """Measure what is missing, and write the page."""
-    arguments = arguments_of(__doc__ or "")
-    rows = Rows(arguments.output / "decoder.jsonl")
-    for seed in () if arguments.page else range(arguments.seeds):
-        rows.of(partial(measured, arguments, seed), seed=seed)
-    (arguments.pages / "study-decoder.md").write_text(page(rows))
+    _, arguments = script(__doc__ or "", "decoder", measure, page)
     maps = torch.load(arguments.output / "decoder-0.pt", weights_only=True)
     picture(maps).savefig(arguments.pages / "study-decoder.png", dpi=65)
 

@@ -22,7 +22,7 @@ from benchmarks.study import yardsticks as yardsticks  # for its entries in the 
 from benchmarks.study.evaluation import scores
 from benchmarks.study.last_layers import mean_of
 from benchmarks.study.methods import Task, run
-from benchmarks.study.rows import Row, Rows, arguments_of, said, section_of, table, task_of
+from benchmarks.study.rows import Row, Rows, said, script, section_of, table, task_of
 from laplace_plus.errors import LaplacePlusError
 
 DEPTHS = (1, 2, 3, 4, 5)
@@ -117,12 +117,8 @@ def picture(rows: Rows) -> Figure:
 
 def main() -> None:
     """Measure what is missing, and write the page."""
-    arguments = arguments_of(__doc__ or "")
-    rows = Rows(arguments.output / "depth.jsonl")
-    if not arguments.page:
-        measure(rows, arguments)
-    (arguments.pages / "study-depth.md").write_text(page(rows))
-    picture(rows).savefig(arguments.pages / "study-depth.png", dpi=90)
+    rows, arguments = script(__doc__ or "", "depth", measure, page)
+    picture(rows).savefig(arguments.pages / "study-depth.png", dpi=65)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,18 @@ def arguments_of(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def script(
+    description: str, name: str, measure: Callable[[Rows, argparse.Namespace], None], page: Callable[[Rows], str]
+) -> tuple[Rows, argparse.Namespace]:
+    """What each script does: measure what is missing in ``NAME.jsonl``, and write ``study-NAME.md``."""
+    arguments = arguments_of(description)
+    rows = Rows(arguments.output / f"{name}.jsonl")
+    if not arguments.page:
+        measure(rows, arguments)
+    (arguments.pages / f"study-{name}.md").write_text(page(rows))
+    return rows, arguments
+
+
 def task_of(section: Section, seed: int, arguments: argparse.Namespace) -> Task:
     """A split of a set with its networks."""
     data = load(section.name, seed, arguments.data, section.source)

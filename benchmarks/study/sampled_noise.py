@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import laplace_plus as lp
 from benchmarks.study.methods import Task
-from benchmarks.study.rows import Row, Rows, arguments_of, said, section_of, table, task_of
+from benchmarks.study.rows import Row, Rows, said, script, section_of, table, task_of
 from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension
 
 BATCHES = (1, 4, 16, 64, 256)
@@ -225,11 +225,7 @@ def measure(rows: Rows, arguments: Namespace) -> None:
 
 def main() -> None:
     """Measure what is missing, and write the page."""
-    arguments = arguments_of(__doc__ or "")
-    rows = Rows(arguments.output / "sampled_noise.jsonl")
-    if not arguments.page:
-        measure(rows, arguments)
-    (arguments.pages / "study-sampled.md").write_text(page(rows))
+    script(__doc__ or "", "sampled", measure, page)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.study import yardsticks as yardsticks  # for its entries in the 
 from benchmarks.study.evaluation import Gathered, gather
 from benchmarks.study.last_layers import mean_of
 from benchmarks.study.methods import Task, run
-from benchmarks.study.rows import Row, Rows, arguments_of, said, section_of, table, task_of
+from benchmarks.study.rows import Row, Rows, said, script, section_of, table, task_of
 from benchmarks.study.sets import DataSet
 from laplace_plus import metrics
 from laplace_plus.experiments.comparison import Classified, Predict
@@ -242,11 +242,7 @@ def picture(rows: Rows) -> Figure:
 
 def main() -> None:
     """Measure what is missing, and write the page."""
-    arguments = arguments_of(__doc__ or "")
-    rows = Rows(arguments.output / "shifts.jsonl")
-    if not arguments.page:
-        measure(rows, arguments)
-    (arguments.pages / "study-shifts.md").write_text(page(rows))
+    rows, arguments = script(__doc__ or "", "shifts", measure, page)
     picture(rows).savefig(arguments.pages / "study-shifts.png", dpi=60)
 
 
