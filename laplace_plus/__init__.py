@@ -5,7 +5,6 @@ posterior.fit_prior_precision()
 prediction = posterior.predictive(x)
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import laplace_plus.posteriors as posteriors
@@ -23,6 +22,7 @@ from laplace_plus import (
     linalg,
     metrics,
     plotting,
+    reconstruction,
     structured,
     uses,
 )
@@ -46,7 +46,6 @@ from laplace_plus.priors import Groups
 from laplace_plus.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
 
 if TYPE_CHECKING:
-    from laplace_plus import reconstruction
     from laplace_plus.integrations.backpack import BackPack
     from laplace_plus.integrations.curvlinops import Curvlinops
 
@@ -114,7 +113,5 @@ def __getattr__(name: str) -> Any:
     # These backends stand on libraries that take seconds to import.
     if name in ("BackPack", "Curvlinops"):
         return getattr(curvature, name)
-    if name == "reconstruction":
-        return import_module("laplace_plus.reconstruction")
     hint = f". Write {errors.WORDS[name]}" if name in errors.WORDS else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

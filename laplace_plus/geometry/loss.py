@@ -78,8 +78,8 @@ class LossLandscape(Landscape):
         >>> data = [(x, x.sum(1, keepdim=True))]
         >>> landscape = LossLandscape(nn.Linear(3, 1).double(), "regression", data, prior_precision=0.5)
         >>> best = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
-        >>> landscape.gradient(best)  # only the prior still pulls
-        tensor([[0.5000, 0.5000, 0.5000, 0.0000]], dtype=torch.float64)
+        >>> torch.allclose(landscape.gradient(best), 0.5 * best)  # only the prior still pulls
+        True
     """
 
     def __init__(

@@ -244,10 +244,10 @@ class GaussianPosterior(Moments):
 
     @override
     def laplace_model(self, *, moved: bool = False) -> LaplaceModel:
-        if not moved:
+        if not moved or self._sums is None:
             self.require_fit()
-        sums, mean, prior_mean = self.sums, self._vector, self._prior_mean
-        assert mean is not None
+        sums, mean, prior_mean = self._sums, self._vector, self._prior_mean
+        assert sums is not None and mean is not None
         # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
         key = (sums, mean, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
         if self._model_cache is None or not all(map(is_, self._model_cache[0], key)):
