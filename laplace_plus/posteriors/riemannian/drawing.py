@@ -32,7 +32,7 @@ class ExponentialMap:
     """Options of sampling by the exponential map: geodesics along tangent samples.
 
     Args:
-        rtol: Relative tolerance of a step's error. With ReLUs, whose kinks shorten steps, 1e-3 takes a fifth of the
+        rtol: Relative tolerance of a step's error. With ReLUs, whose kinks shorten steps, 1e-3 takes a tenth of the
             evaluations that the default does.
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap on gradients with Hessian-vector products for each sample.
@@ -50,8 +50,8 @@ class ExponentialMap:
         ConfigurationError: Numbers out of range.
     """
 
-    rtol: float = 1e-5
-    atol: float = 1e-5
+    rtol: float = 3e-7
+    atol: float = 3e-7
     max_evaluations: int = 10_000
     max_energy_change: float = 0.3
     linearized: bool = False
