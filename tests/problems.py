@@ -71,6 +71,24 @@ class CallLimit:
         return before
 
 
+class Stopped(OSError):
+    """What ends a pass over :class:`Until`, in place of a disk that fails or a machine that goes down."""
+
+
+class Until:
+    """Batches of which the passes together end with an exception after ``most``; ``left`` counts down."""
+
+    def __init__(self, batches: Iterable[Any], most: int = 10**9):
+        self.batches, self.left = batches, most
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if not self.left:
+                raise Stopped("stopped")
+            self.left -= 1
+            yield batch
+
+
 # -- small networks with data, and products with their curvature -------------------------------------------------------
 
 

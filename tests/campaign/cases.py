@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 import time
@@ -93,6 +94,7 @@ FIXED: dict[str, Callable[..., Any]] = {
     "VariationalLastLayer": lambda net, likelihood, **o: lp.VariationalLastLayer(
         net, likelihood, max_iterations=20, **o
     ),
+    "SWAG": lambda net, likelihood, **o: lp.SWAG(net, likelihood, rank=2, n_snapshots=3, n_members=2, **o),
 }
 if importlib.util.find_spec("peft"):
     FIXED[ADAPTED] = lambda net, likelihood, **o: lp.TrainingFreeLoRA(net, likelihood, n_samples=2, halvings=3, **o)
@@ -108,11 +110,42 @@ OTHER: dict[str, tuple[Callable[..., Any], Any]] = {  # likelihoods
 }
 
 
+def collected(net: nn.Module) -> Any:
+    """Of weights along a path that somebody else went."""
+    posterior, moving = CLASSES["SWAG"](net, "classification"), copy.deepcopy(net)
+    for number in range(3):
+        with torch.no_grad():
+            moving[0].weight += 0.1 * torch.randn(4, 3, generator=seeded(number), dtype=torch.float64)
+        posterior.collect(moving)
+    return posterior.fit(DATA, generator=seeded())
+
+
+def given(net: nn.Module) -> Any:
+    count = lp.Diagonal(net, "classification").n_parameters
+    return lp.Diagonal.from_variance(net, torch.linspace(0.01, 0.2, count), "classification")
+
+
+FURTHER: dict[str, Callable[[nn.Module], Any]] = {
+    **{
+        f"{name}, continued": lambda net, name=name: fitted(name, net, DATA[:1]).continue_on(net).fit(DATA[1:])
+        for name in ("Full", "KFAC", "EKFAC", "limited rank", "Diagonal", "Subnetwork", "last layer")
+    },
+    "SWAG, collected": collected,
+    "variances that were given": given,
+    "Full, around the tangent's optimum": lambda net: fitted("Full", net).fit_prior_precision(
+        lp.Tangent(curvature_at="optimum", predictive_mean="tangent", max_iterations=3)
+    ),
+}
+"""Posteriors that one fit alone does not give."""
+
+
 def fitted(name: str, net: nn.Module | None = None, data: Any = DATA, **options: Any) -> Any:
     """A fitted posterior of the class; the same each time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = network_of(name) if net is None else net
+        if name in FURTHER:
+            return FURTHER[name](net)
         if name in OTHER:
             make, likelihood = OTHER[name]
             data = REALS if name.startswith("regression") else [(x, (y > 0).double()) for x, y in REALS]
@@ -124,6 +157,45 @@ def calibrated(name: str = "Full", net: nn.Module | None = None) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return lp.calibrate(fitted(name, net), weight_decay=0.1, generator=seeded())
+
+
+def trained(train: Any, net: nn.Module, folder: Any, **options: Any) -> Any:
+    """The posterior of a copy that was trained, which goes on from the folder if there is one."""
+    torch.manual_seed(3)
+    options |= {"epochs": 2, "checkpoint": folder, "resume": folder is not None}
+    return train(copy.deepcopy(net), DATA, "classification", **options).posterior
+
+
+def tuned(name: str, tuner: Any) -> Callable[[nn.Module, Any], Any]:
+    return lambda net, folder: fitted(name, net).fit_prior_precision(tuner, generator=seeded(4), checkpoint=folder)
+
+
+FITS = [*SAMPLED, *(name for name in GAUSSIAN if name != "SpatialField")]
+"""Classes whose fits can be continued."""
+RESUMED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    **{name: lambda net, folder, name=name: fitted(name, net, checkpoint=folder) for name in FITS},
+    "draws of Riemannian": lambda net, folder: fitted("Riemannian", net).draw(generator=seeded(2), checkpoint=folder),
+    "update of KFAC": lambda net, folder: fitted("KFAC", net, DATA[:1]).update(DATA[1:], checkpoint=folder),
+    "default tuning": tuned("KFAC", lp.Auto()),
+    "leave-one-out": tuned("Full", lp.LeaveOneOut(1.0)),
+    "validation": tuned("Diagonal", lp.Validation(DATA, grid=(0.1, 1.0), link="mc", n_samples=3)),
+    "tangent": tuned("Full", lp.Tangent(max_iterations=3, predictive_mean="tangent")),
+    "tangent, at its optimum": tuned("KFAC", lp.Tangent(max_iterations=3, curvature_at="optimum")),
+    "sampled evidence": lambda net, folder: fitted("SampledLaplace", net).fit_prior_precision(
+        lp.SampledEvidence(max_steps=2, checkpoint=folder)
+    ),
+    "calibration": lambda net, folder: lp.calibrate(
+        fitted("Full", net), DATA, weight_decay=0.1, generator=seeded(4), checkpoint=folder
+    ),
+    "scaling": lambda net, folder: lp.calibrate(
+        fitted("Full", net), DATA, "vector", generator=seeded(4), checkpoint=folder
+    ),
+    "training": lambda net, folder: trained(
+        lp.train_marginal_likelihood, net, folder, posterior=lp.KFAC, frequency=1, hyper_steps=2
+    ),
+    "data-emphasised training": lambda net, folder: trained(lp.train_data_emphasized, net, folder),
+}
+"""Work that can be continued from a folder, as a posterior."""
 
 
 def answer(posterior: Any) -> Tensor:

@@ -24,8 +24,9 @@ import torch
 from campaign.cases import (
     ADAPTED,
     CLASSES,
+    FURTHER,
     OTHER,
-    SAMPLED,
+    RESUMED,
     Tally,
     adapted,
     answer,
@@ -48,12 +49,9 @@ ROOM = 64 << 20
 """Address space that one load may take on top of what the process has, in bytes; the files have some 10 KiB."""
 LIMIT = 20
 """Seconds for one load."""
-SAVED = [*CLASSES, *OTHER, "calibrated Full", "calibrated KFAC"]
+SAVED = [*CLASSES, *OTHER, *FURTHER, "calibrated Full", "calibrated KFAC"]
 PER_CLASS = {"damaged": 320, "forged header": 240, "forged tensors": 200}
-PASSES = ("Full", "KFAC", "limited rank", "Diagonal", "Subnetwork")
-"""Classes whose fits in one pass can be continued."""
-
-RESUMED = {"damaged": 120, "forged header": 60, "forged tensors": 40}
+PER_WORK = {"damaged": 90, "forged header": 60, "forged tensors": 40}
 
 
 # -- mutations ---------------------------------------------------------------------------------------------------------
@@ -316,26 +314,24 @@ def checkpoints(name: str, folder: Path, seed: int) -> Tally:
 
 
 def resumed(name: str, folder: Path, seed: int) -> Tally:
-    """Fits (for Riemannian, draws) that find a mutated stage in their folder."""
+    """Fits, draws, tunings and training that find a mutated stage in their folder."""
     net = network_of(name)
 
     def run(path: Path | None) -> Any:
-        if name != "Riemannian":
-            return fitted(name, net, checkpoint=path)
-        return fitted(name, net).draw(generator=seeded(2), checkpoint=path)
+        return RESUMED[name](net, path)
 
     expected = answer(run(folder / "good"))
-    stages = sorted(entry.name for entry in (folder / "good").iterdir())
+    stages = sorted(str(file.parent.relative_to(folder / "good")) for file in (folder / "good").rglob(io.HEADER_FILE))
     assert stages and same(answer(run(None)), expected) and same(answer(run(folder / "good")), expected)
     found = Tally()
-    for kind, count in RESUMED.items():
+    for kind, count in PER_WORK.items():
         for number in range(count):
             draw = random.Random(f"{seed} {name} resumed {kind} {number}")
             stage = draw.choice(stages)
             shutil.rmtree(folder / "it", ignore_errors=True)
             shutil.copytree(folder / "good", folder / "it")
             for other in stages:  # a run that was interrupted has some of them
-                if other != stage and other != "draws" and draw.random() < 0.3:
+                if other not in (stage, "draws") and draw.random() < 0.5:
                     shutil.rmtree(folder / "it" / other)
             files = read_files(folder / "good" / stage)
             mutated = WAYS[kind](files, draw)
@@ -422,7 +418,7 @@ def test_files(tmp_path: Path) -> None:
     jobs = [
         ("foreign", ""),
         *(("checkpoints", name) for name in SAVED),
-        *(("resumed", name) for name in (*SAMPLED, *PASSES)),
+        *(("resumed", name) for name in RESUMED),
     ]
     found = Tally()
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:

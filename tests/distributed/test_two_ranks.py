@@ -21,7 +21,7 @@ from laplace_plus.distributed import Group, assign, is_sharded, plain_module, re
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
 def worker() -> ModuleType:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from problems import Until
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -576,20 +577,6 @@ def ranks_that_disagree(rank: int, folder: Path) -> None:
     assert "rank 1" in message and "second.weight" in message
     # The group works on.
     assert KINDS["kfac"](net).fit(shard(rank, 9)).n_data == 14
-
-
-class Until:
-    """Batches of which the passes together end with an exception."""
-
-    def __init__(self, batches: Batches, most: int):
-        self.batches, self.left = batches, most
-
-    def __iter__(self) -> Any:
-        for batch in self.batches:
-            if not self.left:
-                raise OSError("stopped")
-            self.left -= 1
-            yield batch
 
 
 @check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import relative_error
+from problems import Stopped, relative_error
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -584,10 +584,6 @@ def test_a_texts_information_is_that_of_its_own_tokens(kind, side):
     assert expected.min() > 1e-4
 
 
-class Interrupted(Exception):
-    """Raised in the midst of a stream."""
-
-
 @pytest.mark.parametrize("options", [{}, {"factor_rank": 3}])
 def test_an_interrupted_stream_of_texts_goes_on(options, tmp_path):
     """Texts of different lengths; nobody knows how many."""
@@ -596,14 +592,14 @@ def test_an_interrupted_stream_of_texts_goes_on(options, tmp_path):
     def stream(most=None):
         for number, batch in enumerate(alone()):
             if number == most:
-                raise Interrupted
+                raise Stopped
             yield batch
 
     def posterior():
         return lp.KFAC(model, "classification", parameters="lora", memory_budget="64 MiB", **options)
 
     whole = posterior().fit(stream())
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         posterior().fit(stream(2), checkpoint=tmp_path)
     found = posterior().fit(stream(), checkpoint=tmp_path)
     assert found.n_data == whole.n_data == len(LENGTHS)

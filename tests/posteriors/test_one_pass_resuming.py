@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import Stopped, Until
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus import io
 from laplace_plus.errors import CheckpointError, UnsupportedError
-from laplace_plus.io import checkpoints
 
-
-class Stopped(Exception):
-    pass
-
-
-class Until:
-    """Batches of which a pass, counted over all passes, ends with an exception."""
-
-    def __init__(self, batches, most):
-        self.batches, self.left, self.seen = batches, most, 0
-
-    def __iter__(self):
-        for batch in self.batches:
-            if not self.left:
-                raise Stopped
-            self.left -= 1
-            yield batch
-
-
-@pytest.fixture(autouse=True)
-def _saved_after_each_batch(monkeypatch):
-    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
+pytestmark = pytest.mark.usefixtures("saved_after_each_batch")
 
 
 def network(scale=1.0):

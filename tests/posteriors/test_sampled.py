@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from problems import generator
+from problems import Stopped, Until, generator
 from torch import nn
 
 import laplace_plus as lp
@@ -271,24 +271,6 @@ def test_changed_noise_and_temperature_reach_the_samples():
 # -- interruption ---------------------------------------------------------------------------------------------------
 
 
-class Interrupted(Exception):
-    """In place of a machine that goes down."""
-
-
-class Breaking(list):
-    """Batches that can be passed over so many times only."""
-
-    def __init__(self, data, passes):
-        super().__init__(data)
-        self.left = passes
-
-    def __iter__(self):
-        if self.left == 0:
-            raise Interrupted
-        self.left -= 1
-        return super().__iter__()
-
-
 @pytest.mark.parametrize(
     "solver",
     [
@@ -303,8 +285,8 @@ def test_an_interrupted_fit_goes_on_to_the_same_samples(tmp_path, solver):
         return lp.SampledLaplace(model, "classification", n_samples=3, solver=solver)
 
     whole = posterior().fit(data, generator=generator())
-    with pytest.raises(Interrupted):
-        posterior().fit(Breaking(data, 8), generator=generator(), checkpoint=tmp_path)
+    with pytest.raises(Stopped):
+        posterior().fit(Until(data, 8 * len(data)), generator=generator(), checkpoint=tmp_path)
     resumed = posterior().fit(data, generator=generator(99), checkpoint=tmp_path)
     assert torch.equal(resumed.samples, whole.samples)
     assert torch.equal(posterior().fit(data, checkpoint=tmp_path).samples, whole.samples)  # and once it has ended
@@ -327,8 +309,8 @@ def test_an_interrupted_tuning_goes_on_to_the_same_result(tmp_path, after):
 
     whole = tuned(fitted())
     posterior = fitted()
-    with pytest.raises(Interrupted):
-        tuned(posterior, data=Breaking(data, after), checkpoint=tmp_path / "run")
+    with pytest.raises(Stopped):
+        tuned(posterior, data=Until(data, after * len(data)), checkpoint=tmp_path / "run")
     assert float(posterior.prior_precision) == 1.0  # as it was
     resumed = tuned(fitted(), checkpoint=tmp_path / "run")
     assert torch.equal(resumed.prior_precision, whole.prior_precision)

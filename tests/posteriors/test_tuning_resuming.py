@@ -11,37 +11,14 @@ import textwrap
 
 import pytest
 import torch
+from problems import Stopped, Until
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus import io
 from laplace_plus.errors import CheckpointError, ConfigurationError
-from laplace_plus.io import checkpoints
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Stopped(Exception):
-    pass
-
-
-class Until:
-    """Batches of which a pass, counted over all passes, ends with an exception; ``left`` counts down."""
-
-    def __init__(self, batches, most=10**9):
-        self.batches, self.left = batches, most
-
-    def __iter__(self):
-        for batch in self.batches:
-            if not self.left:
-                raise Stopped
-            self.left -= 1
-            yield batch
-
-
-@pytest.fixture(autouse=True)
-def _saved_after_each_batch(monkeypatch):
-    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("saved_after_each_batch")]
 
 
 def network(scale=1.0):

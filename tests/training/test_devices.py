@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from problems import Stopped
 from training.problems import classes, classifier
 
 import laplace_plus as lp
@@ -14,10 +15,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-
-
-class Interrupted(Exception):
-    """What a cluster does to a run."""
 
 
 def train(net, **options):
@@ -38,14 +35,14 @@ def test_same_numbers_as_on_the_cpu():
 def test_continued_equals_uninterrupted(tmp_path):
     def interrupt(update):
         if update.epoch == 4:
-            raise Interrupted
+            raise Stopped
 
     def start():
         torch.manual_seed(5)
         return classifier(dropout=0.3).double().cuda()
 
     whole = train(start())
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         train(start(), checkpoint=tmp_path / "run", callback=interrupt)
     continued = train(start(), checkpoint=tmp_path / "run", resume=True)
     assert continued.evidences == pytest.approx(whole.evidences, rel=1e-6)

@@ -10,6 +10,7 @@ from shutil import copytree
 
 import pytest
 import torch
+from problems import Stopped
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -28,14 +29,10 @@ from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.io.checkpoints import pack, unpack
 
 
-class Interrupted(Exception):
-    """What a cluster does to a run."""
-
-
 def at_epoch(epoch):
     def callback(update):
         if update.epoch == epoch:
-            raise Interrupted
+            raise Stopped
 
     return callback
 
@@ -101,7 +98,7 @@ QUICK = {
 def test_continued_equals_uninterrupted(tmp_path, case):
     path = tmp_path / "run"
     whole = run(**CASES[case])
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         run(path, callback=at_epoch(4), **CASES[case])
     torch.manual_seed(999)
     torch.randn(7)
@@ -119,7 +116,7 @@ def test_sampled_curvature_continues_with_the_same_labels(tmp_path):
     options = {"backend": lp.Native("ggn_mc", n_samples=1)}
     path = tmp_path / "run"
     whole = run(generator=torch.Generator().manual_seed(5), **options)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         run(path, callback=at_epoch(4), generator=torch.Generator().manual_seed(5), **options)
     continued = run(path, resume=True, generator=torch.Generator().manual_seed(77), **options)
     assert whole.evidences == continued.evidences
@@ -150,11 +147,11 @@ def test_a_run_may_be_ended_before_its_first_update(tmp_path):
         def __iter__(self):
             self.passes += 1
             if self.passes > 5:  # one for a rehearsal, one to count, three epochs
-                raise Interrupted
+                raise Stopped
             return iter([classes()])
 
     settings = {"epochs": 20, "burn_in": 2, "frequency": 10}
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         lp.train_marginal_likelihood(classifier(), Limited(), checkpoint=path, **settings)
     settings["epochs"] = 3
     result = lp.train_marginal_likelihood(classifier(), [classes()], checkpoint=path, resume=True, **settings)
