@@ -167,6 +167,8 @@ def conformalize(
         True
     """
     inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
+    if not isinstance(inner, Posterior):
+        raise UnsupportedError("This is no posterior.", expected="such as lp.KFAC, fitted", got=type(inner).__name__)
     likelihood = inner.likelihood
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
     score = known[0] if score is None else score

@@ -18,7 +18,12 @@ Function = Callable[[Tensor], Tensor]
 
 
 def periodic(shift: float | Tensor) -> Constraint:
-    """``f(x + T) − f(x)`` at points ``[B, ...]``, for a period T: a number, or a tensor that can be added to points."""
+    """``f(x + T) − f(x)`` at points ``[B, ...]``, for a period T: a number, or a tensor that can be added to points.
+
+    ConfigurationError for what cannot.
+    """
+    if not isinstance(shift, float | int | Tensor):
+        raise ConfigurationError("This is no period.", expected="a number or a tensor", got=repr(shift))
     return equivariant(lambda points: points + (shift.to(points) if isinstance(shift, Tensor) else shift))
 
 
@@ -30,7 +35,14 @@ def equivariant(g_in: Function, g_out: Function | None = None) -> Constraint:
     """
 
     def constraint(model: FunctionalModel, points: Tensor) -> Tensor:
-        moved, here = model(torch.cat([g_in(points), points])).chunk(2)
+        if not isinstance(points, Tensor):
+            raise ConfigurationError("The points do not fit.", expected="a tensor [B, ...]", got=describe(points))
+        try:
+            both = torch.cat([g_in(points), points])
+        except RuntimeError as error:
+            what, expected = "The points cannot be moved.", f"others of shape {list(points.shape)}"
+            raise ConfigurationError(what, expected=expected, got=str(error)) from error
+        moved, here = model(both).chunk(2)
         return moved - (here if g_out is None else g_out(here))
 
     return constraint

@@ -106,6 +106,9 @@ def null_space_gradient(
 
     ``function`` is c, ``[P] -> [m]``; then θ, u and γ. Errors are those of :meth:`NullSpaceOptimizer.step`.
     """
+    if point.ndim != 1 or gradient.shape != point.shape:
+        expected, got = "two vectors [P]", f"{list(point.shape)} and {list(gradient.shape)}"
+        raise ConfigurationError("The gradient does not fit the weights.", expected=expected, got=got)
     differentiate = torch.is_grad_enabled()
     with torch.enable_grad():
         point = point if point.requires_grad else point.detach().requires_grad_()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import batches
 from laplace_plus.constraints.correcting import Constraint, Correction, FunctionalModel, Linearized, checked, rms
 from laplace_plus.constraints.sparsity import Sparse
 from laplace_plus.differentiability import differentiable_kernels
@@ -61,7 +62,8 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         max_iterations: int = 50,
         tolerance: float | None = None,
     ):
-        if not isinstance(optimizer, torch.optim.Optimizer) or not callable(constraint) or not 0 <= rate < math.inf:
+        is_rate = isinstance(rate, float | int) and 0 <= rate < math.inf
+        if not isinstance(optimizer, torch.optim.Optimizer) or not callable(constraint) or not is_rate:
             expected = "a torch.optim.Optimizer, a function c(model, points), a finite rate ≥ 0"
             got = f"{type(optimizer).__name__}, {type(constraint).__name__}, {rate}"
             raise ConfigurationError("The arguments do not fit.", expected=expected, got=got)
@@ -152,7 +154,10 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; that of a plain optimiser counts as no step yet."""
+        """Go on from a state; that of a plain optimiser counts as no step yet. ConfigurationError for what is none."""
+        if not isinstance(state_dict, dict) or not state_dict.keys() >= {"state", "param_groups"}:
+            what, expected = "This is no optimiser's state.", "what state_dict() gave"
+            raise ConfigurationError(what, expected=expected, got=batches.describe(state_dict))
         self.optimizer.load_state_dict(state_dict)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         own = state_dict.get("null_space", {"count": 0})

@@ -12,7 +12,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.constraints.correcting import Constraint, rms
 from laplace_plus.constraints.optimizer import NullSpaceOptimizer
 from laplace_plus.constraints.sparsity import Sparse
-from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.selection import Selection, select
 
@@ -58,10 +58,13 @@ def project(
         LaplacePlusError: As :class:`NullSpaceOptimizer` and its steps.
     """
     require_count("steps", steps, 1)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError("There is no network.", expected="a torch.nn.Module", got=type(model).__name__)
     twin = copy.deepcopy(model)
     named, selected = dict(twin.named_parameters()), select(twin, parameters)
     if any(item.mask is not None or item.name not in named for item in selected):
-        raise UnsupportedError("Parts of parameters, or single uses of tied ones, cannot move alone.")
+        what, expected = "Parts of parameters, or single uses of tied ones, cannot move alone.", "whole tensors"
+        raise UnsupportedError(what, expected=expected, fix="Freeze entries by a constraint on them.")
     moving = [named[item.name] for item in selected]
     for parameter in named.values():
         parameter.grad = None

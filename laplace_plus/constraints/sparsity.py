@@ -49,7 +49,8 @@ class Sparse:
         self.masks = dict(sparsity) if isinstance(sparsity, Mapping) else {}
         sizes = [(int(mask.sum()), mask.numel()) for mask in self.masks.values()] or [(0, 1)]
         share = sum(a for a, _ in sizes) / sum(b for _, b in sizes) if isinstance(sparsity, Mapping) else sparsity
-        if not 0 < share <= 1 or any(mask.dtype != torch.bool for mask in self.masks.values()):
+        fits = isinstance(share, float | int) and 0 < share <= 1
+        if not fits or any(mask.dtype != torch.bool for mask in self.masks.values()):
             expected = "a share of the weights in (0, 1], or bool tensors by parameter name"
             raise ConfigurationError("There is no such sparsity.", expected=expected, got=repr(sparsity))
         self.sparsity, self.steps, self.every = share, steps, every

@@ -19,13 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import (
-    ConfigurationError,
-    ConvergenceWarning,
-    NotPositiveDefiniteError,
-    UnsupportedError,
-    warn,
-)
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
 from laplace_plus.evidence.fitted_data import (
     check_training_prior,
     precision_of_weight_decay,

@@ -38,8 +38,14 @@ def require_choice(name: str, value: str, options: object) -> None:
     """Raise :class:`ConfigurationError` unless ``value`` is one of the strings of the literal type ``options``."""
     names = get_args(options)
     if value not in names:
-        expected = ", ".join(repr(x) for x in names)
-        raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value))
+        raise ConfigurationError(f"Unknown {name}.", expected=", ".join(repr(x) for x in names), got=repr(value))
+
+
+def require_generator(value: object) -> None:
+    """Raise :class:`ConfigurationError` unless it is a generator of torch, or None."""
+    if not isinstance(value, torch.Generator | None):
+        expected = "torch.Generator().manual_seed(0), say, or None"
+        raise ConfigurationError("The generator is no torch.Generator.", expected=expected, got=repr(value))
 
 
 def require_count(name: str, value: int, least: int, fix: str | None = None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.arguments import require_choice, require_count, working_type
+from laplace_plus.linalg.arguments import require_choice, require_count, require_generator, working_type
 
 Probes = Literal["signs", "sphere", "gaussian"]
 """Distributions of test vectors ω with E[ω ωᵀ] = I: random signs, uniform on the sphere of radius √n, normal."""
@@ -41,8 +41,7 @@ def draw_probes(
     """
     require_choice("probes", kind, Probes)
     require_count("count", count, 0)
-    if not isinstance(generator, (torch.Generator, type(None))):
-        raise ConfigurationError("The generator is not torch's.", expected="a torch.Generator", got=repr(generator))
+    require_generator(generator)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not dtype.is_floating_point:
         message = "Probes need a real floating-point type."

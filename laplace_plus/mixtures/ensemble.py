@@ -16,6 +16,7 @@ from laplace_plus.batches import inputs_of, iterate
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.resolve import resolve_likelihood
+from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network import Network
 from laplace_plus.predictive import Prediction, from_samples
 
@@ -103,8 +104,7 @@ class Ensemble:
             DataError: No example.
             InputError: A network fails on these inputs.
         """
-        if not isinstance(generator, (torch.Generator, type(None))):
-            raise ConfigurationError("The generator is none.", expected="a torch.Generator", got=repr(generator))
+        require_generator(generator)
         outputs = self._outputs(inputs_of(batch) if x is None else x)
         if not outputs.numel():
             raise DataError("There is nothing to predict.", expected="at least one example", got="none")

@@ -14,6 +14,7 @@ from laplace_plus.batches import batch_size, describe, inputs_of
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, EmptyDataError, UnsupportedError
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.freezing import FrozenPosterior, freeze
 from laplace_plus.posteriors.loading import rebuilt
@@ -38,12 +39,7 @@ class Called(Predicting):
         return self.likelihood.class_probabilities(self.predictive(x, **options).mean)
 
     def predict(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        **options: Any,
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None, **options: Any
     ) -> Prediction:
         """One prediction for all batches of a loader, in its order.
 
@@ -58,7 +54,8 @@ class Called(Predicting):
             EmptyDataError: No batch came.
             DataError: One batch in place of a loader, or batches whose outputs differ in shape.
         """
-        if isinstance(data, (Tensor, Mapping)) or options.get("joint"):
+        require_generator(generator)
+        if isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable) or options.get("joint"):
             what, got = "predict takes a loader, batch by batch.", describe(data)
             raise DataError(what, got=got, fix="Call posterior(x), for joint predictions with joint=True.")
         device = self.network.device if generator is None else generator.device
@@ -163,7 +160,10 @@ class Called(Predicting):
         """
         device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
         own = self.network.device
-        there = own if device is None else torch.empty(0, device=device).device
+        try:
+            there = own if device is None else torch.empty(0, device=device).device
+        except RuntimeError as error:
+            raise ConfigurationError("There is no such device.", expected='such as "cuda"', got=repr(device)) from error
         if dtype not in (None, self.network.dtype):
             fix, expected = f"Call model.to({dtype}), and fit again.", str(self.network.dtype)
             raise ConfigurationError("A posterior is of its model's type.", expected=expected, got=str(dtype), fix=fix)

@@ -26,6 +26,7 @@ from laplace_plus.errors import (
 )
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.selection import Selection
@@ -44,9 +45,7 @@ def full_precision(method: Method) -> Method:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.network.kept.get("inside") == get_ident():  # another public method of this thread
             return method(self, *args, **kwargs)
-        if not isinstance(kwargs.get("generator"), (torch.Generator, type(None))):
-            what, expected = "The generator is no torch.Generator.", "torch.Generator().manual_seed(0), say, or None"
-            raise ConfigurationError(what, expected=expected, got=repr(kwargs["generator"]))
+        require_generator(kwargs.get("generator"))
         context = exact_arithmetic(self.network, self._memory_budget)
         try:
             with context:

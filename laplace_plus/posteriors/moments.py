@@ -41,7 +41,7 @@ class Moments(Posterior):
             theta: ``[P]`` or ``[n, P]``, in ``parameter_names`` order, as :meth:`sample` gives them.
 
         Returns:
-            0-d or ``[n]``, float64.
+            0-d or ``[n]``, float64; NaN for weights that are not finite.
 
         Raises:
             NotFittedError: Before :meth:`fit`.

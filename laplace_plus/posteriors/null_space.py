@@ -153,6 +153,7 @@ class NullSpace(ProjectedNoisePosterior):
     def relative_log_evidence(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """``½ (r log α − α ‖θ̂ − μ‖²)``, the log evidence up to a term without α; 0-d float64, differentiable."""
         alpha = torch.as_tensor(self._prior_precision if prior_precision is None else prior_precision).double()
+        check_positive(prior_precision=float(alpha.detach()))
         return (self.report.rank.value * alpha.log() - alpha * self._scatter()) / 2
 
     def _scatter(self) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from laplace_plus.errors import DataError
+from laplace_plus.errors import DataError, NonFiniteError
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.reconstruction.images import numbers
 from laplace_plus.reconstruction.linearized_image import LinearizedImage, _cholesky
 
 
@@ -75,11 +76,13 @@ class ImagePosterior(LinearizedImage):
             progress: Whether to show a progress bar.
         """
         self.require_fit()
-        image = torch.as_tensor(image).to(self.image.device)
+        image = numbers("pixels", image).to(self.image.device)
         if image.shape != self.image.shape:
             expected, got = f"{tuple(self.image.shape)}", f"{tuple(image.shape)}"
             raise DataError("The image has another shape than the network's.", expected=expected, got=got)
-        mean, image = self.image.double().flatten(), image.double().flatten()
+        if not bool(image.isfinite().all()):
+            raise NonFiniteError("Not finite: the image.", expected="numbers", got="NaN or infinity")
+        mean, image = self.image.double().flatten(), image.flatten()
         parts = _patches(self.image.shape, max(self.image.shape[-2:]) if patch is None else patch)
         total = torch.zeros_like(mean[0])
         for part, covariance in zip(parts, self._covariances(parts, progress), strict=True):

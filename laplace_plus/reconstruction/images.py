@@ -24,7 +24,11 @@ def operator_matrix(operator: Any, image: Tensor) -> Tensor:
     elif callable(operator):
         with torch.no_grad():
             units = torch.eye(image.numel()).to(image).view(-1, *image.shape)
-            found, at = operator(units).flatten(1).mT, operator(image[None]).flatten()
+            many, one = operator(units), operator(image[None])
+        if not (isinstance(many, Tensor) and isinstance(one, Tensor) and len(many) == len(units)):
+            expected, got = "a tensor [N, *] for images [N, ...]", type(many).__name__
+            raise OperatorError("The operator does not give measurements.", expected=expected, got=got)
+        found, at = many.flatten(1).mT, one.flatten()
         if not torch.allclose(found @ image.flatten(), at, rtol=0, atol=1e-3 * float(at.abs().max())):
             raise OperatorError("The operator is not linear.", expected="A(f + g) = A(f) + A(g)", got="another sum")
     else:
@@ -34,6 +38,13 @@ def operator_matrix(operator: Any, image: Tensor) -> Tensor:
         expected, got = f"[d_y, {image.numel()}]", f"{tuple(found.shape)}"
         raise OperatorError("The operator does not fit the image.", expected=expected, got=got)
     return found.detach().to(image)
+
+
+def numbers(what: str, values: Any) -> Tensor:
+    """A tensor in float64; DataError for what has no numbers."""
+    if not isinstance(values, Tensor | list | tuple | float | int) and not hasattr(values, "__array__"):
+        raise DataError(f"The {what} are no numbers.", expected="a tensor", got=type(values).__name__)
+    return torch.as_tensor(values).double()
 
 
 def differences(images: Tensor) -> Tensor:
@@ -49,6 +60,11 @@ def expected_absolute(mean: Tensor, variance: Tensor) -> Tensor:
     >>> expected_absolute(torch.tensor([0.0, -3.0]), torch.tensor([1.0, 0.0]))
     tensor([0.7979, 3.0000])
     """
+    try:
+        mean, variance = torch.broadcast_tensors(mean, variance)
+    except RuntimeError as error:
+        expected, got = "two that can be added", f"{list(mean.shape)} and {list(variance.shape)}"
+        raise DataError("Means and variances do not fit.", expected=expected, got=got) from error
     known = variance > 0
     some = torch.where(known, variance, 1.0)  # no division by zero may enter derivatives
     scaled = mean / (2 * some).sqrt()

@@ -20,7 +20,7 @@ from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.reconstruction.filters import FilterCovariance, Filters
-from laplace_plus.reconstruction.images import differences, expected_absolute, operator_matrix
+from laplace_plus.reconstruction.images import differences, expected_absolute, numbers, operator_matrix
 from laplace_plus.reconstruction.search import maximise
 from laplace_plus.selection import Selection
 
@@ -46,6 +46,9 @@ class LinearizedImage:
         parameters: Selection = "all",
     ):
         check_choice("optimum", optimum, ("tangent", "network"))
+        if not isinstance(prior, FilterCovariance | None):
+            expected = "a FilterCovariance"
+            raise errors.ConfigurationError("The prior is of another kind.", expected=expected, got=repr(prior))
         self.network = Network(model, parameters, output_tensor)
         self.filters = Filters(self.network, blocks)
         self.blocks = self.filters.names
@@ -68,7 +71,7 @@ class LinearizedImage:
             raise errors.DataError("This is not one image.", expected="outputs [1, *, H, W]", got=describe(images))
         image = images[0].to(network.dtype)
         matrix = operator_matrix(self.operator, image)
-        y = torch.as_tensor(y).to(network.device).double().flatten()
+        y = numbers("measurements", y).to(network.device).flatten()
         if len(y) != len(matrix):
             raise errors.DataError("The operator gives other measurements.", expected=f"{len(matrix)}", got=f"{len(y)}")
         for what, values in (("image", image), ("operator", matrix), ("measurements", y)):
@@ -196,7 +199,8 @@ class LinearizedImage:
     def _noise(self, value: float | Tensor) -> Tensor:
         found = as_hyperparameter(value).double().to(self._grams.device)
         if found.ndim or not 0 < float(found.detach()) < math.inf:
-            raise errors.ConfigurationError("noise_std must be a positive number.", got=f"{found.tolist()}")
+            expected, got = "a finite number > 0", f"{found.tolist()}"
+            raise errors.ConfigurationError("noise_std must be a positive number.", expected=expected, got=got)
         return found
 
     def _root(self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None) -> Tensor:

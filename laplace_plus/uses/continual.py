@@ -25,6 +25,7 @@ from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
 from laplace_plus.posteriors.moments import ADDED
 from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.selection import Selection, refine, select, uses
+from laplace_plus.uses.checks import require_posterior
 from laplace_plus.uses.task_sums import LOST, TaskSums, moved
 
 
@@ -46,7 +47,7 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
     Raises:
         NotFittedError: Before :meth:`fit`.
         ConfigurationError: Parameters that are missing or of other shapes.
-        UnsupportedError: A model whose parameters are sharded over ranks.
+        UnsupportedError: No Gaussian posterior, or a model whose parameters are sharded over ranks.
 
     Example:
         >>> import laplace_plus as lp
@@ -55,6 +56,7 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
         >>> float(posterior.penalty(net).detach())
         0.0
     """
+    require_posterior(posterior)
     is_prior = not posterior.is_fitted and isinstance(posterior.earlier, TaskSums)
     model = posterior.earlier.laplace_model(posterior) if is_prior else posterior.laplace_model(moved=True)
     vector = _vector(posterior.network, parameters, model.vector)[None]
@@ -85,6 +87,7 @@ def continue_on(
         NotFittedError: Before :meth:`fit`.
         ConfigurationError: Parameters that are missing or of other shapes, or new ones under several prior precisions.
         SelectionError: No such parameters.
+        UnsupportedError: No Gaussian posterior.
 
     Example:
         >>> import laplace_plus as lp
@@ -93,6 +96,7 @@ def continue_on(
         >>> posterior.continue_on(net).fit([(x, 2 * x)]).n_data
         40
     """
+    require_posterior(posterior)
     old, before = posterior.network, posterior.laplace_model(moved=True)
     cls, options, sums = type(posterior), posterior.options(), posterior.sums
     if isinstance(posterior, Subnetwork):

@@ -23,8 +23,10 @@ from torch import Tensor
 from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.linalg.arguments import require_count, require_generator
 from laplace_plus.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
+from laplace_plus.uses.checks import require_finite, require_posterior
 
 Scalar = Literal["loss", "logit"] | Callable[[Tensor, Tensor], Tensor]
 
@@ -80,6 +82,7 @@ def influence(
         UnsupportedError: Anything but a Gaussian posterior with outputs ``[B, C]``.
         NotPositiveDefiniteError: Leverages of one and above, as curvatures other than the exact one may have.
         DataError: Data that the posterior no longer knows.
+        LabelError, NonFiniteError: Targets that are none; scalars or inputs that are not finite.
 
     Example:
         >>> import laplace_plus as lp
@@ -90,10 +93,11 @@ def influence(
     """
     check_choice("method", method, ("linear", "leverage", "covariance"))
     members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
-    if not members or (top is not None and top < 1) or n_samples < 2:  # noqa: PLR2004
-        expected = "one or more posteriors, top at least 1, n_samples at least 2"
-        got = f"{len(members)}, {top}, {n_samples}"
-        raise ConfigurationError("There is nothing to attribute.", expected=expected, got=got)
+    if not members:
+        raise ConfigurationError("There is nothing to attribute.", expected="one or more posteriors", got="none")
+    require_count("n_samples", n_samples, 2)
+    require_count("top", 1 if top is None else top, 1)
+    require_generator(generator)
     _check(members)
     data = members[0].training_data.again(data, "Attribution passes over the training data.")
     found: tuple[Tensor, ...] | None = None
@@ -108,6 +112,7 @@ def influence(
             scorers = [_products(member, asked, of, corrected=method == "leverage") for member in members]
         for batch in members[0].batches(data, progress=progress, description="Influence: data"):
             scores = torch.cat([score(batch).cpu() for score in scorers])
+            require_finite("changes of the scalars", scores)
             mean, count = scores.mean(0), len(scores)
             std = scores.std(0) if count > 1 else torch.full_like(mean, torch.nan)
             size = mean.shape[1]
@@ -148,8 +153,7 @@ def self_influence(
 
 def _check(members: Sequence[Any]) -> None:
     for member in members:
-        if not isinstance(member, GaussianPosterior):
-            raise UnsupportedError("This is no Gaussian posterior.", expected="such as lp.KFAC", got=repr(member))
+        require_posterior(member)
         member.require_fit()
 
 
@@ -164,11 +168,13 @@ def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tenso
     if outputs.ndim != 2:  # noqa: PLR2004
         what, got = "Attribution is for outputs of one position.", f"{tuple(outputs.shape)}"
         raise UnsupportedError(what, expected="outputs [B, C]", got=got)
+    posterior.likelihood.validate(outputs, targets)
     weight = posterior.likelihood.rows(outputs, targets)[2].to(outputs)
     return posterior.likelihood.gradient(outputs, targets) / _noise(posterior, outputs) * weight[:, None]
 
 
 def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor, of: Scalar) -> Tensor:
+    posterior.likelihood.validate(outputs, targets)
     if of == "loss":
         noise = posterior.likelihood.noise_std
         plain = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())

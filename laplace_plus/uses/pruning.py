@@ -26,6 +26,7 @@ from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.selection import refine, tied_names
+from laplace_plus.uses.checks import require_posterior
 from laplace_plus.uses.units import Criterion, Unit, Units
 
 
@@ -137,7 +138,8 @@ def prune(
     check_choice("stop", stop, ("evidence", None))
     cap = math.inf if max_loss_increase is None else max_loss_increase
     limited = sparsity is not None or stop is not None or max_loss_increase is not None
-    if not (limited and 0 <= (sparsity or 0) <= 1 and cap >= 0):
+    numbers = all(isinstance(one, float | int) for one in (sparsity or 0.0, cap))
+    if not (limited and numbers and 0 <= (sparsity or 0) <= 1 and cap >= 0):
         expected, got = "sparsity in 0 … 1, stop, or max_loss_increase >= 0", f"{sparsity}, {stop}, {max_loss_increase}"
         raise ConfigurationError("How far to prune is not said.", expected=expected, got=got)
     with suppress(*[DataError] * (max_loss_increase is None and data is None)):  # then the loss is unknown
@@ -173,8 +175,7 @@ def prune(
 
 def _check(posterior: Any, criterion: str) -> None:
     check_choice("criterion", criterion, ("precision", "evidence", "magnitude"))
-    if not isinstance(posterior, GaussianPosterior):
-        raise UnsupportedError("This is no Gaussian posterior.", expected="such as lp.KFAC", got=repr(posterior))
+    require_posterior(posterior)
     posterior.require_fit()
     network = posterior.network
     whole = dict(network.model.named_parameters())
@@ -190,6 +191,7 @@ def _loss(posterior: GaussianPosterior, data: Iterable[Any], vector: Tensor, pro
     parameters = network.substitute(vector)
     for batch in posterior.batches(data, progress=progress, description="Pruning: loss"):
         outputs = network(batch.inputs, parameters)
+        posterior.likelihood.validate(outputs, batch.target)
         statistics.append(posterior.likelihood.statistics(outputs, batch.target).double().cpu())
         count += len(outputs)
     return -float(posterior.likelihood.log_likelihood(torch.stack(statistics).sum(0))) / count

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Dense, LeastSquaresSolution, Operator, lsmr
+from laplace_plus.uses.checks import require_finite
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def ridge_left_out(
         **options: Of :func:`~laplace_plus.linalg.lsmr`: ``atol``, ``btol``, ``max_iterations``, ``parameters``, ….
 
     Raises:
-        ConfigurationError: Features, targets or rows that do not fit, or a bad option.
+        ConfigurationError: Features, targets, damping or rows that do not fit, or a bad option.
+        NonFiniteError: NaN or infinity among the features or the targets.
 
     Example:
         >>> x = torch.linspace(-1, 1, 9, dtype=torch.float64)
@@ -75,7 +77,9 @@ def ridge_left_out(
     if targets.shape != (n,) or not targets.is_floating_point():
         got = f"{targets.dtype} of shape {list(targets.shape)}"
         raise ConfigurationError("The targets do not fit the features.", expected=f"reals [{n}]", got=got)
-    rows = torch.arange(n, device=targets.device) if rows is None else rows
+    rows = torch.as_tensor(range(n) if rows is None else rows, device=targets.device)
+    if not 0 < float(torch.as_tensor(damp).detach()) < math.inf:
+        raise ConfigurationError("There is no such damping.", expected="a finite damp > 0", got=repr(damp))
     if rows.ndim != 1 or rows.is_floating_point() or not bool(((rows >= 0) & (rows < n)).all()):
         raise ConfigurationError(
             "The rows are none of the data.", expected=f"integers from 0 to {n - 1}", got=f"{rows}"
@@ -85,6 +89,7 @@ def ridge_left_out(
         features = Dense(features)
     units = torch.nn.functional.one_hot(rows, n).to(targets)
     solution = lsmr(features, features.T, torch.cat([targets[None], units]), damp=damp, **options)
+    require_finite("features, targets, or weights", solution.value)
     predicted = features(solution.value)
     leverage = predicted[1:].gather(1, rows[:, None])[:, 0]
     residual = (targets - predicted[0])[rows] / (1 - leverage)

@@ -23,8 +23,10 @@ from laplace_plus.batches import batch_size
 from laplace_plus.curvature.gradients import pieces
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.linalg.arguments import require_count, require_generator
 from laplace_plus.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
+from laplace_plus.uses.checks import require_finite, require_posterior
 
 Method = Literal["variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"]
 
@@ -88,10 +90,14 @@ def select(
     """
     check_choice("method", method, ("variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"))
     check_choice("scale", scale, ("layer", None))
+    require_posterior(posterior, Posterior)
+    require_count("k", k, 1)
+    require_count("n_features", n_features, 1)
+    require_generator(generator)
     posterior.require_fit()
-    if not 1 <= k <= batch_size(pool) or n_features < 1:
-        expected, got = f"1 to {batch_size(pool)} of the pool's inputs, and features", f"{k}, {n_features}"
-        raise ConfigurationError("So many cannot be chosen.", expected=expected, got=got)
+    if k > batch_size(pool):
+        expected = f"at most {batch_size(pool)}, as many as the pool has"
+        raise ConfigurationError("So many cannot be chosen.", expected=expected, got=f"{k}")
     with exact_arithmetic(posterior.network, posterior.memory_budget), torch.no_grad():
         if method in ("variance", "determinant", "targets"):
             roots = _posterior_roots(posterior, n_features, generator)
@@ -144,6 +150,7 @@ def _features(posterior: Posterior, inputs: Any, roots: Tensor, *, weighted: boo
     each = 4 * outputs * posterior.n_parameters * roots.element_size()
     for part in pieces(network, inputs, each, min(_BYTES, (posterior.memory_budget or 4 * _BYTES) // 4)):
         found = network.forward(part)
+        require_finite("outputs of the network", found)
         if found.ndim != 2:  # noqa: PLR2004
             what, got = "Data are chosen for outputs of one position.", f"{tuple(found.shape)}"
             raise UnsupportedError(what, expected="outputs [B, C]", got=got)

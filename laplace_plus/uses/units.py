@@ -34,6 +34,9 @@ class Units:
         if isinstance(unit, str):
             check_choice("unit", unit, ("weight", "channel", "neuron"))
             self._by_layer(network, unit)
+        elif not isinstance(unit, Sequence) or not all(isinstance(name, str) for name in unit):
+            expected = '"weight", "channel", "neuron", or names of parameters and modules'
+            raise ConfigurationError("There are no such units.", expected=expected, got=repr(unit))
         else:
             self._by_name(network, unit)
         self.vector = posterior.laplace_model().vector

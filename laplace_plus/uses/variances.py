@@ -85,7 +85,8 @@ def from_variance(
         )
     precision = found.detach().to(network.device, torch.float64).reciprocal()
     if not bool((precision > 0).all() and precision.isfinite().all()):
-        raise ConfigurationError("A variance is not positive and finite.", got=describe(found))
+        what, expected = "A variance is not positive and finite.", "variances > 0"
+        raise ConfigurationError(what, expected=expected, got=describe(found))
     if isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1:
         raise ConfigurationError("n_data must be a positive integer.", expected="n_data >= 1", got=repr(n_data))
     posterior.prior_precision = precision.min() if prior_precision is None else prior_precision

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from campaign.bad_calls import KINDS
+from campaign.bad_calls import KINDS as CALLS
 from campaign.bad_input import CONSTRUCTION, DATA, METHODS, USE, Case, Documented, network
+from campaign.bad_uses import KINDS_OF_USES
 
 import laplace_plus as lp
 from laplace_plus.errors import LaplacePlusError
@@ -99,6 +100,7 @@ def violation(case: Case, call: Callable[[Case], Any]) -> str:
 
 
 OF_EACH_CLASS = {**CONSTRUCTION, **DATA, **USE}
+KINDS = {**CALLS, **KINDS_OF_USES}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -114,7 +116,7 @@ def test_bad_calls(kind: str, tmp_path: Path) -> None:
 
 def test_there_are_many_kinds() -> None:
     assert len(OF_EACH_CLASS) + len(KINDS) >= 250
-    assert not OF_EACH_CLASS.keys() & KINDS.keys()
+    assert not OF_EACH_CLASS.keys() & KINDS.keys() and len(KINDS) == len(CALLS) + len(KINDS_OF_USES)
 
 
 def accepts(case: Case) -> Any:
