@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import os
-import pickle
 import random
 import shutil
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaign.cases import ADAPTED, CLASSES, DATA, GAUSSIAN, Tally, X, adapted, answer, fitted, model_of, seeded
+from campaign.actions import Action, actions, vector_of
+from campaign.cases import ADAPTED, CLASSES, DATA, Tally, adapted, answer, fitted, model_of
 from campaign.cases import network as plain_network
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 PACKAGE = str(Path(lp.__file__).parent)
 KINDS = (RuntimeError, MemoryError, KeyboardInterrupt)
-CASES = 7
+CASES = 3
 """Of each action: points at which an exception is raised."""
 
 
@@ -62,6 +63,9 @@ class Bomb:
 
 FINALISED: list[Any] = []
 """Exceptions while Python closed a generator that nobody needs any more, which it reports and drops."""
+
+CALLED: set[Any] = set()
+"""Code of the package that ran."""
 
 BOMBS = {way: Bomb() for way in ("line", "call", "forward", "batch", "file")}
 
@@ -105,10 +109,26 @@ def trace(frame: Any, event: str, _: Any) -> Any:
             BOMBS["call"].tick()
         return None
     if event == "call":
+        CALLED.add(frame.f_code)
         BOMBS["call"].tick()
     if event == "line" and frame.f_lineno not in between(file):
         BOMBS["line"].tick()
     return trace
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often each way is come by."""
+    found: dict[str, int] = {}
+    for bomb in BOMBS.values():
+        bomb.arm()
+    sys.settrace(trace)
+    try:
+        yield found
+    finally:
+        sys.settrace(None)
+        for way, bomb in BOMBS.items():
+            found[way], bomb.armed = bomb.count, False
 
 
 @contextmanager
@@ -173,159 +193,61 @@ def is_free(model: nn.Module) -> bool:
     return got[0]
 
 
-# -- actions -----------------------------------------------------------------------------------------------------------
-
-Action = Callable[[Any, Path], Any]
-
-
-def value(found: Any) -> Tensor:
-    """What an action found, as one vector."""
-    if isinstance(found, lp.Prediction):
-        return torch.cat([found.mean.flatten(), found.variance.flatten()]).detach()
-    if isinstance(found, (tuple, list)):
-        return torch.cat([value(part) for part in found])
-    if isinstance(found, Tensor):
-        return found.detach().flatten().double()
-    return answer(found).flatten()
-
-
-def save(posterior: Any, path: Path) -> Any:
-    posterior.save(path / "saved")
-    return lp.load(path / "saved", model_of(posterior))
-
-
-def training(net: nn.Module) -> Action:
-    """Trains a copy of a network, which ends with what it had after some whole epoch, and its own modes and hooks."""
-    net = copy.deepcopy(net)
-    net[4] = nn.Identity()  # in place of the dropout, which draws from torch's global generator
-    options = {"posterior": lp.KFAC, "frequency": 1, "hyper_steps": 2, "early_stopping": False}
-    good = [copy.deepcopy(net) for _ in range(3)]
-    for epochs, one in enumerate(good):
-        if epochs:
-            lp.train_marginal_likelihood(one, LOADER, epochs=epochs, **options)
-
-    def vector(one: nn.Module) -> Tensor:
-        return torch.cat([x.detach().double().flatten() for x in one.state_dict().values()])
-
-    def train(_: Any, path: Path) -> Tensor:
-        mine = copy.deepcopy(net)
-        try:
-            lp.train_marginal_likelihood(mine, LOADER, epochs=2, checkpoint=path / "training", resume=True, **options)
-        finally:
-            assert any(torch.equal(vector(mine), vector(one)) for one in good), "weights in the middle of an epoch"
-            assert [m.training for m in mine.modules()] == [m.training for m in net.modules()], "modes"
-            assert all(
-                x.grad is None and x.requires_grad == y.requires_grad
-                for x, y in zip(mine.parameters(), net.parameters(), strict=True)
-            ), "gradients"
-            hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-            assert not any(vars(module)[kind] for module in mine.modules() for kind in hooks), "hooks"
-        return vector(mine)
-
-    return train
-
-
-def actions(name: str, posterior: Any, saved: Path) -> dict[str, Action]:
-    drawn = (
-        {"generator": seeded} if name in ("MetricBNN", "Riemannian", "ABNN", "VariationalLastLayer", ADAPTED) else {}
-    )  # others have their samples
-
-    def functional(p: Any, **options: Any) -> Any:
-        return p.functional_posterior(X[:3], **options, **{key: make() for key, make in drawn.items()})
-
-    found: dict[str, Action] = {
-        "construct": lambda p, _: CLASSES[name](model_of(p), "classification").n_parameters * torch.ones(1),
-        "construct and fit": lambda p, _: fitted(name, model_of(p), data=LOADER),
-        "fit": lambda p, _: p.fit(LOADER, generator=seeded()),
-        "sample": lambda p, _: p.sample(3, generator=seeded()),
-        "functional": lambda p, _: functional(p),
-        "functional, joint": lambda p, _: functional(p, joint=True),
-        "functional, diagonal": lambda p, _: functional(p, outputs="diagonal"),
-        "sampled": lambda p, _: p.predictive(X[:3], method="sampled", n_samples=3, generator=seeded()),
-        "mutual information": lambda p, _: p.predictive(X[:3], generator=seeded()).mutual_information(),
-        "save and load": save,
-        "copy": lambda p, _: copy.copy(p),
-        "deep copy": lambda p, _: copy.deepcopy(p),
-        "pickle": lambda p, _: pickle.loads(pickle.dumps(p)),
-        "load": lambda p, _: lp.load(saved, model_of(p)),
-        "state": lambda p, _: p.load_state_dict(p.state_dict()),
-        "through": lambda p, _: functional(p.through(lambda x: model_of(p)(x)[:, :2])),
-        "conformal": lambda p, _: lp.conformalize(p, LOADER, generator=seeded()).predict_set(X[:3], generator=seeded()),
-    }
-    posterior.save(saved)
-    for method in ("temperature", "vector", "matrix"):
-        found[f"scaling, {method}"] = lambda p, _, method=method: lp.calibrate(
-            p, LOADER, method, generator=seeded()
-        ).predictive(X[:3], generator=seeded())
-    if name == "KFAC":
-        found["training"] = training(posterior.network.model)
-    for link in posterior.likelihood.links:
-        found[f"link {link}"] = lambda p, _, link=link: p.predictive(X[:3], link=link, generator=seeded())
-    for tuner in posterior.tuners:
-        options = {"validation": {"data": LOADER}, "leave_one_out": {"weight_decay": 0.05, "leverages": "full"}}.get(
-            tuner, {}
-        )
-        found[f"tune {tuner}"] = lambda p, _, tuner=tuner, options=options: p.fit_prior_precision(
-            tuner, generator=seeded(), **options
-        )
-    if name in GAUSSIAN:
-        found["evidence"] = lambda p, _: p.log_marginal_likelihood(torch.tensor(2.0))
-        found["variance"] = lambda p, _: p.variance()
-        found["calibrate"] = lambda p, _: lp.calibrate(
-            p, LOADER, weight_decay=0.05, leverages="full", generator=seeded()
-        )
-        if name not in ("EKFAC", "LowRank"):
-            found["update"] = lambda p, _: p.update(LOADER)
-    if name in ("NullSpace", "VIKING", "MetricBNN", "SampledLaplace", "ABNN"):
-        found["fit with a checkpoint"] = lambda p, path: p.fit(LOADER, generator=seeded(), checkpoint=path / "fit")
-    if name == "Riemannian":
-        found["draw"] = lambda p, path: p.draw(generator=seeded(), checkpoint=path / "draw")
-    if name in ("KFAC", "last layer"):
-        other = fitted("Diagonal", posterior.network.model)
-        found["mixture"] = lambda p, _: lp.Mixture([p, other]).predictive(X[:3], generator=seeded())
-        found["mixture's weights"] = lambda p, _: lp.Mixture([p, other]).fit_weights(LOADER).weights
-        found["ensemble"] = lambda p, _: lp.Ensemble([p.network.model] * 2, "classification").predictive(X[:3])
-    if name == "last layer":
-        found["freeze"] = lambda p, _: p.freeze(X[:3])(X[:3])[0]
-    return found
-
-
 # -- one case ----------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, folder: str, seed: int) -> Tally:
-    """All actions of a class."""
+INTERNAL = """
+    adopt apply_tuning at_last_token batches check_draws check_samples describe_groups description factors fit_batches
+    functional_samples hyperparameter_digests laplace_model mask options owned_sums prior remember_weights require_fit
+    require_vectors restore run_fit run_tuner sampled_outputs settings share_hyperparameters state write zero_curvature
+"""
+"""What classes override, or call among themselves; and ``at_last_token``, which is of language models."""
+
+
+def code_of(cls: type, name: str) -> str:
+    code = inspect.unwrap(getattr(cls, name)).__code__
+    return f"{code.co_filename} {code.co_qualname}"
+
+
+def public(cls: type) -> dict[str, str]:
+    """The package's public methods of a class, with where their code is."""
+    names = [n for n in dir(cls) if not n.startswith("_") and n not in INTERNAL.split()]
+    own = {n: code_of(cls, n) for n in names if inspect.isfunction(inspect.unwrap(getattr(cls, n)))}
+    return {name: code for name, code in own.items() if code.startswith(PACKAGE)}
+
+
+def run(name: str, folder: str, seed: int) -> tuple[Tally, list[str], dict[str, str], set[str]]:
+    """All actions of a class; which of them it has, its public methods, and the code that ran."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.addaudithook(audit)
     sys.unraisablehook = lambda what: FINALISED.append(type(what.exc_value))
+    CALLED.clear()
     net = network(name)
     posterior = fitted(name, net, data=LOADER)
-    found = Tally()
+    found, tried = Tally(), list[str]()
     path = Path(folder) / name
     draw = random.Random(f"{seed} {name}")
-    for title, action in actions(name, posterior, Path(folder) / f"{name}, saved").items():
-        counts = {}
-        for way in BOMBS:
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
-            state = random.getstate()
-            with planted(way, 0, RuntimeError) as bomb:
-                try:
-                    expected = value(action(copy.copy(posterior), path))
-                except LaplacePlusError:  # not of this class
-                    break
-            assert state == random.getstate()
-            counts[way] = bomb.count
-        else:
-            usable = [way for way in counts if counts[way]]
-            for number in range(CASES):
-                way = ("line", "call", draw.choice(usable))[number % 3]
-                kind, at = draw.choice(KINDS), draw.randint(1, counts[way])
-                outcome = attempt(posterior, action, expected, path, way, at, kind)
-                allowed = {"raised", "another way", "not reached"}
-                found.note(f"{way}, {kind.__name__}", f"{name} {title} at {at}", outcome, allowed)
-    return found
+    for title, action in actions(name, posterior, Path(folder) / f"{name}, saved", LOADER).items():
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        state = random.getstate()
+        try:
+            with counted() as counts:
+                result = action(copy.copy(posterior), path)
+        except LaplacePlusError:  # not of this class
+            continue
+        tried.append(title)
+        expected = vector_of(result)
+        assert state == random.getstate()
+        usable = [way for way in counts if counts[way]]
+        for _ in range(CASES):
+            way = draw.choice(("line", "call", draw.choice(usable)))
+            kind, at = draw.choice(KINDS), draw.randint(1, counts[way])
+            outcome = attempt(posterior, action, expected, path, way, at, kind)
+            allowed = {"raised", "another way", "not reached"}
+            found.note(f"{way}, {kind.__name__}", f"{name} {title} at {at}", outcome, allowed)
+    return found, tried, public(type(posterior)), {f"{code.co_filename} {code.co_qualname}" for code in CALLED}
 
 
 def attempt(
@@ -365,7 +287,7 @@ def attempt(
     caught = None
     try:
         if result is not None:
-            now = value(result)
+            now = vector_of(result)
             if now.shape != expected.shape or float((now - expected).abs().max()) > 1e-9:
                 problems.append("NUMBER of the call itself")
         else:
@@ -374,7 +296,7 @@ def attempt(
                 action(done := copy.copy(posterior), path)  # the exception may come after the last change
                 if float((now - answer(done)).abs().max()) > 1e-9:
                     problems.append("POSTERIOR changed in part")
-            now = value(action(mine, path))
+            now = vector_of(action(mine, path))
             if now.shape != expected.shape or float((now - expected).abs().max()) > 1e-9:
                 problems.append(f"NUMBER of the next call, off by {float((now - expected).abs().max()):.2g}")
     except BaseException as error:
@@ -386,9 +308,17 @@ def attempt(
 
 def test_interrupts(tmp_path: Path) -> None:
     found, seed = Tally(), int(os.environ.get("CAMPAIGN_SEED", "0"))
+    names = os.environ["CAMPAIGN_CLASSES"].split(",") if "CAMPAIGN_CLASSES" in os.environ else [*CLASSES]
+    methods, ran = dict[str, str](), set[str]()
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for part in pool.map(run, CLASSES, [str(tmp_path)] * len(CLASSES), [seed] * len(CLASSES)):
+        parts = pool.map(run, names, [str(tmp_path)] * len(names), [seed] * len(names))
+        for name, (part, tried, own, code) in zip(names, parts, strict=True):
             found += part
-            sys.stdout.write(f"\ninterrupts: {found.counts.total()} so far; {part.violations}\n")
+            methods |= {f"{name}.{method}": place for method, place in own.items()}
+            ran |= code
+            line = f"{name}: {len(tried)} actions, {found.counts.total()} interrupts so far"
+            sys.stdout.write(f"\n{line}; {part.violations}\n")
             sys.stdout.flush()
-    found.report("interrupts", 2_000)
+    if len(names) == len(CLASSES):
+        found.violations += [f"no action runs {method}" for method, place in methods.items() if place not in ran]
+    found.report("interrupts", 2_000 if len(names) == len(CLASSES) else 1)
