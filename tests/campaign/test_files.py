@@ -50,7 +50,7 @@ ROOM = 64 << 20
 LIMIT = 20
 """Seconds for one load."""
 SAVED = [*CLASSES, *OTHER, *FURTHER, "calibrated Full", "calibrated KFAC"]
-PER_CLASS = {"damaged": 320, "forged header": 240, "forged tensors": 200}
+PER_CLASS = {"damaged": 200, "forged header": 160, "forged tensors": 120}
 PER_WORK = {"damaged": 90, "forged header": 60, "forged tensors": 40}
 
 
