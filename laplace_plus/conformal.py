@@ -167,7 +167,7 @@ def conformalize(
         True
     """
     inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
-    if not isinstance(inner, Posterior):
+    if not hasattr(inner, "likelihood"):
         raise UnsupportedError("This is no posterior.", expected="such as lp.KFAC, fitted", got=type(inner).__name__)
     likelihood = inner.likelihood
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
