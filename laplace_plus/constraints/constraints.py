@@ -34,6 +34,9 @@ def equivariant(g_in: Function, g_out: Function | None = None) -> Constraint:
     f is projected to its mean over the group.
     """
 
+    if not callable(g_in) or not (g_out is None or callable(g_out)):
+        raise ConfigurationError("There is no group.", expected="functions of tensors", got=f"{g_in!r}, {g_out!r}")
+
     def constraint(model: FunctionalModel, points: Tensor) -> Tensor:
         if not isinstance(points, Tensor):
             raise ConfigurationError("The points do not fit.", expected="a tensor [B, ...]", got=describe(points))
@@ -43,7 +46,11 @@ def equivariant(g_in: Function, g_out: Function | None = None) -> Constraint:
             what, expected = "The points cannot be moved.", f"others of shape {list(points.shape)}"
             raise ConfigurationError(what, expected=expected, got=str(error)) from error
         moved, here = model(both).chunk(2)
-        return moved - (here if g_out is None else g_out(here))
+        turned = here if g_out is None else g_out(here)
+        if turned.shape != moved.shape:
+            got = describe(turned)
+            raise ConfigurationError("The outputs cannot be moved.", expected=describe(moved), got=got)
+        return moved - turned
 
     return constraint
 

@@ -250,6 +250,11 @@ CONSTRAINED: Kinds = {
     "constraint: period text": lambda c: step(c, constraints.periodic("year")),
     "constraint: values": lambda c: step(c, constraints.value(c.x, c.t[:, :1])),
     "constraint: values NaN": lambda c: step(c, constraints.value(c.x, with_entry(c.t, NAN))),
+    "constraint: equivariant, other points": lambda c: step(c, constraints.equivariant(lambda x: x[:, :2])),
+    "constraint: equivariant, other outputs": lambda c: step(
+        c, constraints.equivariant(lambda x: -x, lambda y: y[:, :2])
+    ),
+    "constraint: equivariant, no function": lambda c: step(c, constraints.equivariant(3)),
     "constraint: conservative probes": lambda c: constraints.conservative(0),
     "constraint: conservative, no field": lambda c: step(c, constraints.conservative()),
     "constraint: conservative, points": lambda c: step(c, constraints.conservative(), c.x[0]),
@@ -391,6 +396,8 @@ OTHERS: Kinds = {
     "emphasis: no network": lambda c: lp.train_data_emphasized(3, [(c.x, c.y)], epochs=1),
     "DataEmphasized: as a tuner": lambda c: gaussian(c).fit_prior_precision(lp.DataEmphasized(), structure="blocks"),
     "Tangent: place of the curvature": lambda c: lp.Tangent(curvature_at="map"),
+    "Validation: no loss": lambda c: gaussian(c).fit_prior_precision(lp.Validation([(c.x, c.y)], loss=3)),
+    "Validation: samples": lambda c: gaussian(c).fit_prior_precision(lp.Validation([(c.x, c.y)], n_samples=0)),
     "Tangent: steps": lambda c: lp.Tangent(max_steps=0),
     "Tangent: curvature elsewhere, unknown data": lambda c: loaded(c).fit_prior_precision(
         lp.Tangent(curvature_at="optimum")

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from campaign.cases import CLASSES, DATA, Tally, answer, calibrated, fitted, network, same, seeded
+from campaign.cases import CLASSES, DATA, Tally, answer, calibrated, fitted, network, network_of, same, seeded
 from torch import Tensor
 
 import laplace_plus as lp
@@ -91,7 +92,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_saves(tmp_path: Path) -> None:
     draw, found = random.Random(0), Tally()
     for name in [*CLASSES, "calibrated Full"]:
-        net = network()
+        net = network() if name.startswith("calibrated") else network_of(name)
         old = calibrated("Full", net) if name.startswith("calibrated") else fitted(name, net)
         new = copy.copy(old) if name.startswith("calibrated") else fitted(name, net, data=DATA[1:])
         if name.startswith("calibrated"):
@@ -194,6 +195,30 @@ def validating(path: Path | None) -> Tensor:
     return torch.tensor([float(tuning.prior_precision), tuning.value])
 
 
+def tuning_by_default(path: Path | None) -> Tensor:
+    posterior = lp.KFAC(network(), "classification").fit(BATCHES)
+    tuning = posterior.fit_prior_precision(generator=seeded(), checkpoint=path).tuning
+    return torch.cat([tuning.prior_precision.flatten(), torch.tensor([tuning.value])])
+
+
+def tangent(path: Path | None) -> Tensor:
+    posterior = lp.Full(network(), "classification").fit(BATCHES)
+    tuner = lp.Tangent(max_iterations=4, predictive_mean="tangent", keep_jacobian=False)
+    return answer(posterior.fit_prior_precision(tuner, checkpoint=path))
+
+
+def tangent_at_its_optimum(path: Path | None) -> Tensor:
+    posterior = lp.KFAC(network(), "classification").fit(BATCHES)
+    tuner = lp.Tangent(max_iterations=3, curvature_at="optimum")
+    tuning = posterior.fit_prior_precision(tuner, checkpoint=path).tuning
+    return torch.cat([tuning.prior_precision.flatten(), tuning.vector])
+
+
+def scaling(path: Path | None) -> Tensor:
+    posterior = lp.Full(network(), "classification").fit(DATA)
+    return answer(lp.calibrate(posterior, BATCHES, "vector", generator=seeded(), checkpoint=path))
+
+
 def calibrating(path: Path | None) -> Tensor:
     posterior = lp.Full(network(), "classification").fit(DATA)
     options = {"weight_decay": 1.0, "interpolation": 0.0}
@@ -206,6 +231,16 @@ def metric_bnn(path: Path | None) -> Tensor:
     options = {"n_particles": 2, "n_steps": 6, "n_refinements": 1}
     posterior = lp.MetricBNN(network(), "classification", latent=latent, **options)
     return posterior.fit(DATA, generator=seeded(), checkpoint=path).sample(5, generator=seeded(1))
+
+
+def members(path: Path | None) -> Tensor:
+    posterior = lp.ABNN(network(), "classification", n_members=2, epochs=3)
+    return answer(posterior.fit(DATA, generator=seeded(), checkpoint=path))
+
+
+def chosen_weights(path: Path | None) -> Tensor:
+    posterior = lp.Subnetwork(network(), "classification", lp.LargestVariance(6))
+    return answer(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
 
 
 def conjugate_gradients(path: Path | None) -> Tensor:
@@ -246,6 +281,12 @@ def training(path: Path | None) -> Tensor:
     return torch.cat([answer(result.posterior).flatten(), torch.tensor(result.losses)])
 
 
+def emphasised(path: Path | None) -> Tensor:
+    options = {"epochs": 4, "checkpoint": path, "resume": path is not None, "generator": seeded()}
+    result = lp.train_data_emphasized(network(), DATA, "classification", **options)
+    return torch.cat([answer(result.posterior).flatten(), torch.tensor(result.losses)])
+
+
 WORK = [
     one_pass,
     two_passes,
@@ -254,16 +295,23 @@ WORK = [
     eigenpairs,
     leaving_out,
     validating,
+    tuning_by_default,
+    tangent,
+    tangent_at_its_optimum,
     calibrating,
+    scaling,
     null_space,
     viking,
     metric_bnn,
+    members,
+    chosen_weights,
     conjugate_gradients,
     descent,
     tuning,
     drawing,
     diffusion,
     training,
+    emphasised,
 ]
 
 
@@ -341,3 +389,49 @@ def test_work(work: Callable[[Path | None], Tensor], tmp_path: Path) -> None:
     outcome = continued(work, path, expected, whole, len(whole))
     found.note(work.__name__, f"{times} times in a row, {done} written", outcome if not killed else "NO PROGRESS")
     found.report(f"kills of {work.__name__}", 25)
+
+
+# -- in processes of their own -----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, warnings
+from pathlib import Path
+import torch
+from campaign import test_kills
+from laplace_plus.io import checkpoints
+name, folder, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+checkpoints.PAUSE = 0.0
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+test_kills.die_at(number, folder, 1)
+result = getattr(test_kills, name)(folder / "it")
+torch.save(result, folder.parent / "result.pt")
+"""
+
+
+def in_process(name: str, folder: Path, number: int) -> tuple[int, bool]:
+    """File operations of a new process, and whether it died at the n-th."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, name, str(folder), str(number)]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-2000:]
+    return done.stdout.count(b"o"), done.returncode != 0
+
+
+@pytest.mark.parametrize("work", [leaving_out, validating, tangent], ids=["leaving_out", "validating", "tangent"])
+def test_fresh_processes(work: Callable[[Path | None], Tensor], tmp_path: Path) -> None:
+    """Each process dies, and a new one, which knows nothing, goes on in the same folder."""
+    folder, found = tmp_path / "work", Tally()
+    folder.mkdir()
+    operations, killed = in_process(work.__name__, folder, 10**9)
+    expected = torch.load(tmp_path / "result.pt")
+    assert not killed and torch.equal(expected, work(None))
+    for share in (0.2, 0.5, 0.9):
+        (tmp_path / "result.pt").unlink()
+        shutil.rmtree(folder)
+        folder.mkdir()
+        assert in_process(work.__name__, folder, round(share * operations))[1]
+        in_process(work.__name__, folder, 10**9)
+        equal = torch.equal(torch.load(tmp_path / "result.pt"), expected)
+        found.note(work.__name__, f"at {share}", "equal" if equal else "DIFFERENT")
+    found.report(f"kills of processes, {work.__name__}", 3)
