@@ -33,7 +33,6 @@ def equivariant(g_in: Function, g_out: Function | None = None) -> Constraint:
     ``g_in`` maps points, ``g_out`` outputs; without it f is to be invariant. If g acts by orthogonal matrices, a linear
     f is projected to its mean over the group.
     """
-
     if not callable(g_in) or not (g_out is None or callable(g_out)):
         raise ConfigurationError("There is no group.", expected="functions of tensors", got=f"{g_in!r}, {g_out!r}")
 
