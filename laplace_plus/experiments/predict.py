@@ -99,8 +99,7 @@ def _columns(prediction: Prediction) -> dict[str, Tensor]:
 
 def _write_csv(output: Path, table: dict[str, Any]) -> None:
     if any(part.ndim > 2 for part in table.values()):  # noqa: PLR2004
-        fix = "Write a .npz file."
-        raise ConfigurationError("Predictions of tokens or pixels are no rows of a CSV file.", fix=fix)
+        raise ConfigurationError("Predictions of tokens or pixels are no rows of a CSV file.", fix="Write a .npz file.")
     columns: dict[str, Any] = {}
     for name, part in table.items():
         columns |= {name: part} if part.ndim == 1 else {f"{name}_{k}": part[:, k] for k in range(part.shape[1])}

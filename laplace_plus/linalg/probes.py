@@ -44,8 +44,7 @@ def draw_probes(
     require_generator(generator)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not dtype.is_floating_point:
-        message = "Probes need a real floating-point type."
-        raise ConfigurationError(message, expected="such a dtype", got=str(dtype))
+        raise ConfigurationError("Probes need a real floating-point type.", expected="such a dtype", got=str(dtype))
     source = device if generator is None else generator.device
     wide = working_type(dtype)
     if kind == "signs":
