@@ -66,6 +66,7 @@ def kfac_fit(problem: Problem) -> Iterator[Task]:
         Target(1.3 if _has_norms(problem) else 1.15),
         {"factors only (limit)": lambda: factors.kronecker_factors(problem, monte_carlo=False)},
         {
+            "curvlinops": (peers.curvlinops_factors(problem, monte_carlo=False), 1),
             "laplace-torch": (peers.fit(problem, "kron"), 1),
             "laplace-torch, BackPACK": (peers.fit(problem, "kron", backend="BackPackGGN"), 1),
         },
@@ -84,7 +85,10 @@ def kfac_mc_fit(problem: Problem) -> Iterator[Task]:
         "1 forward + 1 backward to layer outputs + Gram products + eigh",
         Target(1.15),
         {"factors only (limit)": lambda: factors.kronecker_factors(problem, monte_carlo=True)},
-        {"laplace-torch, stochastic": (peers.fit(problem, "kron", backend_kwargs={"stochastic": True}), 1)},
+        {
+            "curvlinops": (peers.curvlinops_factors(problem, monte_carlo=True), 1),
+            "laplace-torch, stochastic": (peers.fit(problem, "kron", backend_kwargs={"stochastic": True}), 1),
+        },
     )
 
 
@@ -106,6 +110,7 @@ def kfac_mc_factors(problem: Problem) -> Iterator[Task]:
         "1 forward + 1 backward to layer outputs + Gram products",
         Target(ratio, peak_ratio=1.0, peak_of="streaming"),
         {"streaming": streaming},
+        {"curvlinops": (peers.curvlinops_factors(part, monte_carlo=True), 1)},
     )
 
 
@@ -202,7 +207,12 @@ def many_classes(problem: Problem) -> Iterator[Task]:
         name = f"1000-class KFAC exact fit, N={len(x)}"
         limit = partial(factors.kronecker_factors, problem, monte_carlo=False)
         ours = partial(fit, problem, lp.KFAC)
-        yield Task("many_classes", name, problem, ours, limit, f"{BATCHED} + Gram products", Target(1.3))
+        theirs: dict[str, tuple[Callable[[], Callable[[], Any]], float]] = {
+            "curvlinops": (peers.curvlinops_factors(problem, monte_carlo=False), 1),
+            "laplace-torch, BackPACK": (peers.fit(problem, "kron", backend="BackPackGGN"), 1),
+        }
+        limit_is = f"{BATCHED} + Gram products"
+        yield Task("many_classes", name, problem, ours, limit, limit_is, Target(1.3), peers=theirs)
         return
     posterior = fit_and_decompose(problem, lp.KFAC, backend=lp.Native("ggn_mc"))
     best = problem.model(x).detach().topk(5).indices

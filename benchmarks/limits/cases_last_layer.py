@@ -70,6 +70,7 @@ def last_layer(problem: Problem) -> Iterator[Task]:
                 peers={"laplace-torch": (peer, 1)} if peer else {},
             )
         if kind is lp.Full:
+            as_ours = partial(predictive.head_predictive, problem, x, dtype=torch.float64)
             yield Task(
                 "last_layer",
                 "1000-class last layer, Full: fit and first predict 256, by class",
@@ -78,7 +79,10 @@ def last_layer(problem: Problem) -> Iterator[Task]:
                 lambda: predictive.head_predictive(problem, x),
                 "2 forwards, an N × N inverse and 2 products with it for each class",
                 Target(1.15, peak_mb=2e3),
-                {"forwards, inverses and products alone": lambda: predictive.head_operations(problem, x)},
+                {
+                    "the limit, in float64 as ours": as_ours,
+                    "forwards, inverses and products alone": lambda: predictive.head_operations(problem, x),
+                },
                 check=partial(_head_agreement, problem, x),
             )
 
@@ -100,7 +104,10 @@ def heads(problem: Problem) -> Iterator[Task]:
 
         limit, limit_is = (problem.epoch, "1 forward + backward") if tokens else (problem.forward, "1 forward")
         name = f"{'Tied' if tokens else 'Pixels’'} head, {kind.__name__}"
-        yield Task("heads", f"{name}: fit", problem, fitted, limit, limit_is, Target(1.5 if tokens else 4, peak_mb=4e3))
+        structure = "kron" if kind is lp.KFAC else "diag"
+        theirs = {"laplace-torch": (peers.fit(problem, structure, subset="last_layer"), 1)}
+        target = Target(1.5 if tokens else 4, peak_mb=4e3)
+        yield Task("heads", f"{name}: fit", problem, fitted, limit, limit_is, target, peers=theirs)
         what, target = ("5 best tokens", Target(1.5, peak_mb=4e3)) if tokens else ("predict", Target(3, peak_mb=1e3))
         yield Task("heads", f"{name}: {what}", batch, predict, batch.forward, "1 forward", target)
 

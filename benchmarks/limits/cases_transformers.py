@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import limits_factors as factors
+import peers
 from fitting import fit
 from models import Problem
 from tasks import Target, Task
@@ -25,6 +26,7 @@ def transformers(problem: Problem) -> Iterator[Task]:
             problem.epoch,
             "1 forward + backward",
             Target(2.5),
+            peers={"curvlinops": (peers.curvlinops_factors(problem, monte_carlo=False), 1)},
         )
         return
     yield Task(
@@ -35,4 +37,5 @@ def transformers(problem: Problem) -> Iterator[Task]:
         lambda: factors.deferred_factors(problem),
         "1 forward + 1 backward to layer outputs + Gram products, postponed until rows are as many as columns",
         Target(1.3, peak_ratio=1.0),
+        peers={"curvlinops": (peers.curvlinops_factors(problem, monte_carlo=True), 1)},
     )

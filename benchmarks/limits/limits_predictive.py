@@ -137,15 +137,15 @@ def kronecker_operations(problem: Problem, x: Tensor) -> None:
                     total.addmm_(flat, flat.mT)
 
 
-def head_predictive(problem: Problem, x: Tensor, precision: float = 1.0) -> Tensor:
+def head_predictive(problem: Problem, x: Tensor, precision: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
     """Variances ``[B, C]`` of a softmax head's outputs under its full posterior, from the data on.
 
     One inverse and two products with matrices of N × N for each class (Rasmussen and Williams, 2006, section 3.5).
     """
-    features, probabilities = _head(problem, problem.inputs)
+    features, probabilities = (part.to(dtype or part.dtype) for part in _head(problem, problem.inputs))
     known, n = features / precision, len(features)
     gram = known @ features.T
-    tested, _ = _head(problem, x)
+    tested = _head(problem, x)[0].to(features)
     keys = tested @ known.T
     inverses, total = [], torch.zeros(n, n, dtype=torch.float64)
     for own in probabilities.T.split(16):  # which stay in the caches

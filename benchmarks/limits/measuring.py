@@ -96,13 +96,21 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:140]}"
 
 
-def measure(calls: Mapping[str, Call], seconds: float, *, limit: float = 600.0) -> dict[str, Timing]:
+ROUNDS = 5
+"""At least so many, unless they take longer than so many CPU seconds."""
+PATIENCE = 150.0
+
+
+def measure(
+    calls: Mapping[str, Call], seconds: float, *, limits: Mapping[str, float] | None = None
+) -> dict[str, Timing]:
     """Peak memory of each call, then CPU and wall times in rounds in which all of them take turns.
 
     Args:
         calls: Name → what to call. What they return is dropped.
-        seconds: CPU seconds to spend on the rounds; there are at least two, one where that takes 20 s.
-        limit: Wall seconds after which one call has failed.
+        seconds: CPU seconds to spend on the rounds; there are at least :data:`ROUNDS`, fewer where these take more than
+            :data:`PATIENCE`.
+        limits: Wall seconds after which a first call has failed, 600 by default.
     """
     timings = {name: Timing() for name in calls}
     keep_freed_memory(False)
@@ -110,7 +118,7 @@ def measure(calls: Mapping[str, Call], seconds: float, *, limit: float = 600.0) 
     for name, call in calls.items():
         start = time.process_time()
         try:
-            with time_limit(limit):
+            with time_limit((limits or {}).get(name, 600.0)):
                 timings[name].peak_mb = peak_memory(call)
                 first[name] = time.process_time() - start
                 if first[name] < 0.7:  # without what is set up only once
@@ -121,7 +129,7 @@ def measure(calls: Mapping[str, Call], seconds: float, *, limit: float = 600.0) 
     keep_freed_memory(True)
     alive = [name for name in calls if not timings[name].failed]
     spent, rounds = 0.0, 0
-    while alive and (rounds < 2 or spent < seconds) and not (rounds == 1 and spent > 20):
+    while alive and (spent < seconds or (rounds < ROUNDS and spent < PATIENCE)):
         for name in alive:
             wall, cpu = time.perf_counter(), time.process_time()
             calls[name]()

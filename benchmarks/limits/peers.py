@@ -1,4 +1,4 @@
-"""laplace-torch and BackPACK, set up for the same quantities."""
+"""laplace-torch, curvlinops and BackPACK, set up for the same quantities."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from limits_factors import LAYERS
 from measuring import Call
 from models import Problem
 from torch import nn
@@ -90,6 +91,28 @@ def tune(problem: Problem, structure: str, steps: int) -> Callable[[], Call]:
     def set_up() -> Call:
         peer = _fitted(problem, structure)
         return lambda: peer.optimize_prior_precision(method="marglik", n_steps=steps)
+
+    return set_up
+
+
+def curvlinops_factors(problem: Problem, *, monte_carlo: bool) -> Callable[[], Call]:
+    """What sets up the Kronecker factors of linear and convolutional layers by curvlinops alone."""
+
+    def set_up() -> Call:
+        from curvlinops import FisherType, KFACLinearOperator  # noqa: PLC0415
+
+        model, loss = copy.deepcopy(problem.model), nn.CrossEntropyLoss(reduction="sum")
+        layers = (module for module in model.modules() if isinstance(module, LAYERS))
+        wanted = [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
+        options = {"fisher_type": FisherType.MC if monte_carlo else FisherType.TYPE2, "check_deterministic": False}
+
+        def call() -> None:
+            operator = KFACLinearOperator(
+                model, loss, wanted, problem.batches, separate_weight_and_bias=False, **options
+            )
+            operator.compute_kronecker_factors()
+
+        return call
 
     return set_up
 

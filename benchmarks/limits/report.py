@@ -18,6 +18,11 @@ forward and backward over the same inputs. Networks are trained, but for GPT-2, 
 ResNet-50 and mlp_1000, and prior precisions tuned before predictions, but for ResNet-50. Rows may come from several
 runs: each replaces what it measures again."""
 
+PEERS = """\
+laplace-torch, curvlinops and BackPACK, as users would call them, in the same rounds: a figure below one says that
+laplace_plus is that much faster. curvlinops has factors alone, of linear and convolutional layers; ours are decomposed,
+and of all parameters. A row without figures says what a package fails with."""
+
 
 def cell(value: Any, digits: int = 3) -> str:
     """A value for a table."""
@@ -45,8 +50,9 @@ def line(row: Row) -> str:
         return f"{head}: exponent {cell(row['exponent'])}, memory {cell(row['memory_exponent'])}"
     if "ours" not in row:
         words = [f"{row.get('peer', '')}: {cell(_seconds(row))} s"]
-        if row.get("limit_seconds") and "seconds" in row:
-            words.append(f"{cell(row['seconds'] / row['limit_seconds'])} × limit, peak {cell(row['peak_mb'])} MB")
+        if "ratio" in row:
+            words.append(f"ours × this {cell(row['ratio'])} (median {cell(row['median_ratio'])})")
+            words.append(f"peak {cell(row['peak_mb'])} MB")
         return f"{head} | " + ", ".join(words)
     words = [f"ours {cell(_seconds(row['ours']))} s", f"limit {cell(_seconds(row['limit']))} s"]
     if "ratio" in row:
@@ -72,6 +78,7 @@ def _own(row: Row) -> list[Any]:
         _seconds(row["limit"]),
         row.get("ratio"),
         row.get("median_ratio"),
+        row["ours"].get("calls"),
         row.get("target"),
         row.get("met"),
         others.get("forward", {}).get("ours_ratio"),
@@ -90,8 +97,9 @@ def markdown(document: Row) -> str:
     named = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     parts = ["# laplace_plus beside its limits", f"{document['device']}; {named}.", METHOD]
     own = [row for row in rows if "ours" in row]
-    columns = "quantity,model,ours s,limit s,× limit,median,target,met,× forward,× epoch,wall s,peak MB,limit's peak MB"
-    parts.append(table([*columns.split(","), "peak allowed MB", "difference"], [_own(row) for row in own]))
+    columns = "quantity,model,ours s,limit s,× limit,median,rounds,target,met,× forward,× epoch,wall s,peak MB"
+    columns += ",limit's peak MB,peak allowed MB,difference"
+    parts.append(table(columns.split(","), [_own(row) for row in own]))
     meanings = dict.fromkeys((row["quantity"].split(",")[0], row["limit_is"]) for row in own)
     parts.append("## What the limits are\n\n" + table(["quantity", "limit"], [list(pair) for pair in meanings]))
     beside = [
@@ -112,12 +120,16 @@ def markdown(document: Row) -> str:
                 row["model"],
                 row["peer"],
                 _seconds(row),
-                row["seconds"] / row["limit_seconds"] if row.get("limit_seconds") and "seconds" in row else None,
+                row.get("ratio"),
+                row.get("median_ratio"),
+                row.get("calls"),
+                row.get("ours_peak_mb"),
                 row.get("peak_mb"),
             ]
             for row in theirs
         ]
-        parts.append("## Peers\n\n" + table(["quantity", "model", "peer", "s", "× limit", "peak MB"], listed))
+        columns = "quantity,model,peer,s,ours × this,median,rounds,our peak MB,its peak MB"
+        parts.append(f"## Peers\n\n{PEERS}\n\n" + table(columns.split(","), listed))
     growing = [row for row in rows if "exponent" in row]
     if growing:
         listed = [

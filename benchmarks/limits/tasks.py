@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from measuring import Call, measure, ratio, reason
+from measuring import Call, Timing, measure, ratio, reason, time_limit
 from models import Problem
 
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ class Task:
 
 
 def run(task: Task, *, seconds: float, with_peers: bool, peer_seconds: float) -> Iterator[Row]:
-    """The task's row, and then one more for each peer."""
+    """The task's row, and then one more for each peer, whose calls take turns with the others."""
     head: Row = {"case": task.case, "model": task.problem.name, "quantity": task.quantity}
     calls = {UNIT: task.limit, "ours": task.ours, **task.others}
     if task.passes:
@@ -71,24 +71,30 @@ def run(task: Task, *, seconds: float, with_peers: bool, peer_seconds: float) ->
         difference = task.check() if task.check else None
     except Exception as error:  # the row says so
         difference = reason(error)
-    timings = measure(calls, seconds)
+    lost: dict[str, str] = {}
+    for name, (set_up, _) in task.peers.items() if with_peers else ():
+        try:
+            with time_limit(peer_seconds):
+                calls[name] = set_up()
+        except Exception as error:  # whatever a library fails with is a result
+            lost[name] = reason(error)
+    timings = measure(calls, seconds, limits=dict.fromkeys(task.peers, peer_seconds))
     ours, limit = timings["ours"], timings[UNIT]
     row = head | {"limit_is": task.limit_is, "difference": difference}
     row |= {"ours": ours.row(), "limit": limit.row()} | ratio(ours, limit)
     row["others"] = {
         name: timings[name].row() | {f"ours_{key}": value for key, value in ratio(ours, timings[name]).items()}
         for name in calls
-        if name not in ("ours", UNIT)
+        if name not in ("ours", UNIT, *task.peers)
     }
     row |= _judged(row, task.target)
     yield row
-    if with_peers:
-        for name, (set_up, factor) in task.peers.items():
-            yield (
-                head
-                | {"peer": name, "limit_seconds": row["limit"].get("seconds")}
-                | _peer(set_up, factor, peer_seconds)
-            )
+    for name, (_, factor) in task.peers.items() if with_peers else ():
+        theirs = Timing(failed=lost[name]) if name in lost else timings[name]
+        found = theirs.row() | ratio(ours, theirs)
+        scaled = {key: found[key] * factor for key in ("seconds",) if key in found}
+        scaled |= {key: found[key] / factor for key in ("ratio", "median_ratio") if key in found}
+        yield head | {"peer": name, "ours_peak_mb": ours.peak_mb} | found | scaled
 
 
 def _judged(row: Row, target: Target | None) -> Row:
@@ -106,14 +112,3 @@ def _judged(row: Row, target: Target | None) -> Row:
         result["peak_target_mb"] = allowed
         met = met and peak <= allowed
     return result | {"met": met}
-
-
-def _peer(set_up: Callable[[], Call], factor: float, seconds: float) -> Row:
-    """One call's time and memory, or why there are none; a short one is repeated."""
-    try:
-        call = set_up()
-    except Exception as error:  # whatever a library fails with is a result
-        return {"failed": reason(error)}
-    timing = measure({"peer": call}, min(5.0, seconds), limit=seconds)["peer"]
-    row = timing.row()
-    return row | ({"seconds": row["seconds"] * factor} if "seconds" in row else {})

@@ -133,9 +133,9 @@ class SoftmaxOutputFactor(Factor):
         """A root L of ``I + S_c = L Lᵀ [c, N, N]``, triangular, and ``(w P_c)^½ [c, N, 1]``."""
         scale = (self.weight * self.rows.scales[:, classes].double()).sqrt().T[:, :, None]
         gram = self._scaled(classes) @ self._features.T if self.diagonal.ndim else self._gram
-        shifted = gram * scale * scale.mT
+        shifted = (gram * scale).mul_(scale.mT)
         shifted.diagonal(dim1=-2, dim2=-1).add_(1)
-        lower, failed = torch.linalg.cholesky_ex(shifted)
+        lower, failed = torch.linalg.cholesky_ex(shifted.mT)  # columns lie together, as LAPACK has them
         if failed.any():  # rounding has made S_c indefinite
             wrong = failed.nonzero().squeeze(-1)
             values, vectors = symmetric_eigen(shifted[wrong])
@@ -165,12 +165,12 @@ class SoftmaxOutputFactor(Factor):
             kept = total.new_empty(self.n_outputs, self.n_rows, self.n_rows)
         for classes in self._slices():
             lower, scale = self._roots(classes)
-            inverse = torch.cholesky_inverse(lower)  # T_c
+            inverse = torch.cholesky_inverse(lower).mT  # T_c, whose rows lie together
             if self.derivatives:
                 symmetric_update(squares, (inverse * scale.mT).flatten(0, 1))
             trace += inverse.diagonal(dim1=-2, dim2=-1).sum()
             log_determinant += _log_determinant(lower)
-            inverse *= scale * scale.mT
+            inverse.mul_(scale).mul_(scale.mT)
             total += inverse.sum(0)
             if kept is not None:
                 kept[classes] = inverse
@@ -183,7 +183,7 @@ class SoftmaxOutputFactor(Factor):
         if self._kept is not None:
             return self._kept[classes]
         lower, scale = self._roots(classes)
-        return torch.cholesky_inverse(lower) * scale * scale.mT
+        return torch.cholesky_inverse(lower).mT.mul_(scale).mul_(scale.mT)
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
@@ -286,18 +286,19 @@ class SoftmaxOutputFactor(Factor):
         """
         s, t = torch.tril_indices(self.n_rows, self.n_rows, device=features.device)
         if self._packed is None:
-            twice = torch.where(s == t, 1.0, 2.0).double()
             packed = features.new_empty(self.n_outputs, len(s))
             for classes in self._slices():
                 matrices = self._inverses(classes)
                 half = matrices @ self._coupling[1]
-                packed[classes] = (matrices - half @ half.mT)[:, s, t] * twice
+                both = torch.baddbmm(matrices, half, half.mT, alpha=-1).flatten(1)
+                torch.index_select(both, 1, s * self.n_rows + t, out=packed[classes])
             self._packed = packed
-        keys = features @ self._features.T / self.diagonal
-        prior = features.square().sum(1, keepdim=True) / self.diagonal
-        cuts = slices(len(keys), len(s) * _BYTES, chunk_bytes(keys.device, of_caches=64))
-        taken = [(keys[cut][:, s] * keys[cut][:, t]) @ self._packed.T for cut in cuts]
-        return (prior - torch.cat(taken)).clamp(min=0)
+        keys = self._features @ features.T / self.diagonal  # [N, B]: pairs of rows lie together
+        prior = features.square().sum(1) / self.diagonal
+        twice = torch.where(s == t, 1.0, 2.0).double()[:, None]
+        cuts = slices(len(features), len(s) * _BYTES, chunk_bytes(keys.device, of_caches=64))
+        taken = [self._packed @ (keys[s, cut] * keys[t, cut]).mul_(twice) for cut in cuts]
+        return (prior - torch.cat(taken, 1)).clamp(min=0).T
 
     def _of_matrices(self, values: Tensor, mode: str) -> Tensor:
         """Covariances of any linear functions ``[V, b, 1, C, i]`` of the weights."""
