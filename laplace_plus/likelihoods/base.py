@@ -51,7 +51,7 @@ def check_outputs(outputs: Tensor) -> None:
     if outputs.dim() < 2 or outputs.shape[-1] == 0 or not outputs.is_floating_point():
         expected = "a floating tensor [B, *, C] with C >= 1, one row for every example"
         raise OutputError("The network's outputs cannot be used.", expected=expected, got=describe(outputs))
-    if not bool(torch.isfinite(outputs).all()):
+    if not math.isfinite(outputs.detach().sum()):  # a tenth of the time that looking at each one takes
         check_finite(outputs, "The network's outputs")
 
 
