@@ -16,7 +16,7 @@ import torch
 from cases_last_layer import frozen, heads, last_layer
 from cases_transformers import transformers
 from fitting import fit, fit_and_decompose, relative
-from models import Problem, build
+from models import Problem, build, friedman
 from tasks import Target, Task
 from torch import Tensor
 
@@ -359,6 +359,9 @@ def closed_forms(problem: Problem) -> Iterator[Task]:
     if problem.name == "mlp1024":
         yield _entries(problem)
         return
+    if problem.name == "mlp32":
+        inputs, targets = friedman(500, torch.Generator().manual_seed(3))
+        problem = Problem(**(vars(problem) | {"inputs": inputs, "targets": targets}))
     together, x = [(problem.inputs, problem.targets)], problem.inputs
 
     def outputs(weights: dict[str, Tensor]) -> Tensor:
@@ -377,15 +380,16 @@ def closed_forms(problem: Problem) -> Iterator[Task]:
         return lp.LowRank(problem.model, problem.likelihood).fit(batches, generator=torch.Generator().manual_seed(0))
 
     n, many = len(x), len(problem.batches)
-    yield Task(
-        "closed_forms",
-        f"NullSpace fit, N={n}",
-        problem,
-        lambda: lp.NullSpace(problem.model, problem.likelihood).fit(problem.batches),
-        null_space,
-        "the Jacobian, eigh of its Gram matrix, 30 vectors projected",
-        Target(1.5),
-    )
+    for kind, target in ((lp.NullSpace, Target(1.5)), (lp.VIKING, None)):
+        yield Task(
+            "closed_forms",
+            f"{kind.__name__} fit, N={n}",
+            problem,
+            lambda kind=kind: kind(problem.model, problem.likelihood).fit(problem.batches),
+            null_space,
+            "the Jacobian, eigh of its Gram matrix, 30 vectors projected",
+            target,
+        )
     yield Task(
         "closed_forms",
         f"LowRank(50) fit, N={n} in {many} batches",
@@ -441,7 +445,7 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "many_classes": (many_classes, ("mlp_1000", "resnet50")),
     "evidence": (evidence, ("mlp50", "mlp1024", "lenet")),
     "kfac_samples": (kfac_samples, ("mlp1024",)),
-    "closed_forms": (closed_forms, ("mlp1024", "mlp50")),
+    "closed_forms": (closed_forms, ("mlp1024", "mlp32", "mlp50")),
     "last_layer": (last_layer, ("resnet18_1000",)),
     "heads": (heads, ("gpt2", "unet")),
     "transformers": (transformers, ("distilbert", "lora")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -110,6 +111,13 @@ def heads(problem: Problem) -> Iterator[Task]:
         yield Task("heads", f"{name}: fit", problem, fitted, limit, limit_is, target, peers=theirs)
         what, target = ("5 best tokens", Target(1.5, peak_mb=4e3)) if tokens else ("predict", Target(3, peak_mb=1e3))
         yield Task("heads", f"{name}: {what}", batch, predict, batch.forward, "1 forward", target)
+        if not tokens:
+
+            def information(predict: Callable[[], Any] = predict) -> None:
+                predict().mutual_information()
+
+            what, target = f"{name}: predict, mutual information", Target(math.inf, peak_mb=1e3)
+            yield Task("heads", what, batch, information, batch.forward, "1 forward", target)
 
 
 def frozen(problem: Problem) -> Iterator[Task]:
