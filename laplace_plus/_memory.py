@@ -132,9 +132,6 @@ def require_room(n_bytes: int, what: str, device: torch.device, *, if_given: boo
     """Raise :class:`ConfigurationError` unless the budget (``if_given``: only a given one) holds what cannot be cut."""
     available = budget(device)
     if n_bytes > available and (_given.get() or not if_given):
-        raise ConfigurationError(
-            f"The memory budget does not hold {what}.",
-            expected=f"memory_budget of at least {in_words(n_bytes)}",
-            got=in_words(available),
-            fix="Raise memory_budget, or select fewer outputs or parameters.",
-        )
+        expected, got = f"memory_budget of at least {in_words(n_bytes)}", in_words(available)
+        fix = "Raise memory_budget, or select fewer outputs or parameters."
+        raise ConfigurationError(f"The memory budget does not hold {what}.", expected=expected, got=got, fix=fix)

@@ -366,12 +366,9 @@ def calibrate(
 def _require_classifier(posterior: Posterior) -> None:
     posterior.require_fit()
     if not posterior.likelihood.is_classifier:
-        raise UnsupportedError(
-            "Only classifiers are calibrated: other outputs have no temperature.",
-            expected='likelihood="classification" or "binary"',
-            got=repr(posterior.likelihood),
-            fix='Use fit_prior_precision("leave_one_out"), which tunes precision and noise.',
-        )
+        what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
+        fix = 'Use fit_prior_precision("leave_one_out"), which tunes precision and noise.'
+        raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
 
 
 def _check(posterior: Any, fallback: str, interpolation: Any) -> None:

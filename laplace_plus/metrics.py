@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import require_free
 from laplace_plus.batches import describe
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
 from laplace_plus.likelihoods.base import widen
@@ -417,6 +418,7 @@ def mean_interval_width(low: Tensor, high: Tensor) -> Tensor:
 def _check_bins(n_bins: int) -> None:
     if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
         raise ConfigurationError("The number of bins is wrong.", expected="an integer of at least 1", got=repr(n_bins))
+    require_free(32 * n_bins, f"{n_bins} bins", torch.device("cpu"), "Take fewer.")
 
 
 def _check_scores(**named: Tensor) -> None:
@@ -431,22 +433,15 @@ def _check_scores(**named: Tensor) -> None:
 
 def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if probabilities.ndim != 2 or probabilities.shape[1] < 2 or not probabilities.is_floating_point():
-        raise ConfigurationError(
-            "The probabilities are of the wrong kind.",
-            expected="floating-point numbers [N, C], C at least 2",
-            got=describe(probabilities),
-            fix="flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)",
-        )
+        what, expected = "The probabilities are of the wrong kind.", "floating-point numbers [N, C], C at least 2"
+        fix = "flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)"
+        raise ConfigurationError(what, expected=expected, got=describe(probabilities), fix=fix)
     _check_targets(probabilities[:, 0], targets)
     n_classes = probabilities.shape[1]
     labels = targets.long()
     if targets.is_floating_point() or labels.min() < 0 or labels.max() >= n_classes:
-        raise LabelError(
-            "A target is not a class.",
-            expected=f"integers 0 ... {n_classes - 1}",
-            got=f"{describe(targets)}, {labels.min()} ... {labels.max()}",
-            fix="remove the rows of ignored targets first",
-        )
+        got, fix = f"{describe(targets)}, {labels.min()} ... {labels.max()}", "remove the rows of ignored targets first"
+        raise LabelError("A target is not a class.", expected=f"integers 0 ... {n_classes - 1}", got=got, fix=fix)
     # A sum of C probabilities that were rounded one by one is off by about the precision of their dtype.
     tolerance = max(1e-4, 4 * torch.finfo(probabilities.dtype).eps)
     probabilities = widen(probabilities)
@@ -474,23 +469,17 @@ def _check_moments(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Ten
     mean, targets = _check_regression(mean, targets)
     fits = variance.shape == mean.shape and variance.is_floating_point()
     if not fits or not variance.min() > 0:  # so that NaN fails too
-        raise ConfigurationError(
-            "The variances are wrong.",
-            expected=f"positive floating-point numbers {list(mean.shape)}",
-            got=describe(variance) + (f", of which the smallest is {variance.min():.4g}" if fits else ""),
-            fix="give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)",
-        )
+        what, fix = "The variances are wrong.", "give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)"
+        got = describe(variance) + (f", of which the smallest is {variance.min():.4g}" if fits else "")
+        raise ConfigurationError(what, expected=f"positive floating-point numbers {list(mean.shape)}", got=got, fix=fix)
     return mean, variance.to(mean.dtype), targets
 
 
 def _check_targets(predictions: Tensor, targets: Tensor) -> None:
     # Broadcasting [N] against [N, 1] would compare every prediction with every target.
     if targets.shape != predictions.shape or targets.is_complex():
-        raise LabelError(
-            "The targets do not fit the predictions.",
-            expected=f"real numbers {list(predictions.shape)}",
-            got=describe(targets),
-            fix="bring both to one shape, e.g. targets.reshape(mean.shape)",
-        )
+        what = "The targets do not fit the predictions."
+        fix = "bring both to one shape, e.g. targets.reshape(mean.shape)"
+        raise LabelError(what, expected=f"real numbers {list(predictions.shape)}", got=describe(targets), fix=fix)
     if targets.numel() == 0:
         raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")

@@ -131,12 +131,10 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     else:
         masks = {}
     if not masks:
-        raise SelectionError(
-            "The selection contains no parameters.",
-            expected='"all", "last_layer", names, globs, a predicate or a mask that select at least one entry',
-            got=repr(selection) if isinstance(selection, str) else type(selection).__name__,
-            fix='For frozen networks, name the parameters: "all" means those that require gradients.',
-        )
+        expected = '"all", "last_layer", names, globs, a predicate or a mask that select at least one entry'
+        got = repr(selection) if isinstance(selection, str) else type(selection).__name__
+        fix = 'For frozen networks, name the parameters: "all" means those that require gradients.'
+        raise SelectionError("The selection contains no parameters.", expected=expected, got=got, fix=fix)
     whole = {id(parameter) for name, parameter in parameters.items() if name in masks}  # further names add nothing
     return tuple(
         Selected(name, layer_of(name), parameter.shape, masks[name])
@@ -177,12 +175,10 @@ def _match(parameters: _Named, every: _Named, patterns: Iterable[str]) -> dict[s
             raise SelectionError("A selection by name takes strings.", expected="str", got=type(pattern).__name__)
         names = next(filter(None, map(hits, _spellings(pattern))), None)
         if names is None:
-            raise SelectionError(
-                f"No parameter matches {pattern!r}.",
-                expected="a parameter name, a module name or a glob over them",
-                got=f"a network with {', '.join(list(parameters)[:6])}{', …' if len(parameters) > 6 else ''}",
-                fix="Print [name for name, _ in model.named_parameters()] to see the names.",
-            )
+            what = f"No parameter matches {pattern!r}."
+            got = f"a network with {', '.join(list(parameters)[:6])}{', …' if len(parameters) > 6 else ''}"
+            fix = "Print [name for name, _ in model.named_parameters()] to see the names."
+            raise SelectionError(what, expected="a parameter name, a module name or a glob over them", got=got, fix=fix)
         found |= dict.fromkeys(names)
     return found
 
@@ -197,12 +193,10 @@ def _check_masks(parameters: _Named, every: _Named, masks: Tensor | Mapping[str,
     for given, mask in masks.items():
         name = next((spelling for spelling in _spellings(str(given)) if spelling in every), None)
         if name is None or any(every[name] is every[other] for other in known):
-            raise SelectionError(
-                f"The mask named {given!r} belongs to no parameter, or to one that has a mask already.",
-                expected="names of the network's parameters, each at most once",
-                got=", ".join(map(str, masks)),
-                fix="Print [name for name, _ in model.named_parameters()] to see the names.",
-            )
+            what = f"The mask named {given!r} belongs to no parameter, or to one that has a mask already."
+            expected = "names of the network's parameters, each at most once"
+            fix = "Print [name for name, _ in model.named_parameters()] to see the names."
+            raise SelectionError(what, expected=expected, got=", ".join(map(str, masks)), fix=fix)
         _check_mask(mask, f"of {name!r}", every[name].shape)
         known[name] = None if mask.all() else mask.detach().flatten().clone()
     return {name: mask for name, mask in known.items() if mask is None or mask.any()}
@@ -210,8 +204,6 @@ def _check_masks(parameters: _Named, every: _Named, masks: Tensor | Mapping[str,
 
 def _check_mask(mask: Any, of_what: str, shape: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != shape:
-        raise SelectionError(
-            f"The mask {of_what} does not fit.",
-            expected=f"a bool tensor of shape {tuple(shape)}, in model.parameters() order",
-            got=f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__,
-        )
+        expected = f"a bool tensor of shape {tuple(shape)}, in model.parameters() order"
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise SelectionError(f"The mask {of_what} does not fit.", expected=expected, got=got)

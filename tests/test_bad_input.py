@@ -322,6 +322,18 @@ def fit(cls, **options):
     return cls(perceptron(), "classification", **options).fit([batch()])
 
 
+def normalised():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().eval()
+
+
+def walk():
+    return fit(lp.MetricBNN, n_particles=2, n_steps=2, sampling="exploration")
+
+
+def surface():
+    return lp.geometry.LossLandscape(perceptron(), "classification", [batch()])
+
+
 TOO_LARGE = {
     "draws": lambda fitted: fitted.sample(TRILLION),
     "samples of outputs": lambda fitted: fitted.predictive(batch()[0], link="mc", n_samples=TRILLION),
@@ -335,6 +347,24 @@ TOO_LARGE = {
     "Riemannian": lambda _: fit(lp.Riemannian, n_samples=TRILLION),
     "MetricBNN": lambda _: fit(lp.MetricBNN, n_particles=TRILLION),
     "steps": lambda _: fit(lp.MetricBNN, n_steps=TRILLION),
+    "LowRank, probes": lambda _: fit(lp.LowRank, rank=5, remainder_probes=TRILLION),
+    "VIKING, projections": lambda _: fit(lp.VIKING, mode=lp.ELBOTraining(epochs=1, n_projected=TRILLION)),
+    "VIKING, networks": lambda _: fit(lp.VIKING, mode=lp.ELBOTraining(epochs=1, n_samples=TRILLION)),
+    "diffusion": lambda _: fit(lp.Riemannian, n_samples=1, method=lp.Diffusion(n_steps=TRILLION)).sample(1),
+    "extent": lambda _: walk().fit_extent([batch()], n_samples=TRILLION),
+    "bound": lambda _: fit(lp.VariationalLastLayer, bound="mc", n_samples=TRILLION),
+    "members": lambda _: lp.ABNN(normalised(), "classification", n_members=TRILLION).fit([batch()]),
+    "scales": lambda _: (
+        lp.ABNN(normalised(), "classification", epochs=0).fit([batch()]).fit_scale([batch()], n_samples=TRILLION)
+    ),
+    "statistics": lambda _: lp.SWAG(normalised(), "classification", n_snapshots=2, n_members=TRILLION).fit([batch()]),
+    "mixture": lambda fitted: lp.Mixture([fitted] * 2).predictive(batch()[0], method="sampled", n_samples=TRILLION),
+    "influence": lambda fitted: lp.uses.influence(fitted, [batch()], method="covariance", n_samples=TRILLION),
+    "directions": lambda _: lp.constraints.asymmetry(lambda x: x, batch()[0], n_probes=TRILLION),
+    "curvature": lambda _: lp.geometry.estimate_scalar_curvature(surface(), surface().vector, probes=TRILLION),
+    "random vectors": lambda _: lp.linalg.draw_probes("signs", TRILLION, 3),
+    "order": lambda _: lp.linalg.phi(TRILLION)(torch.eye(3)),
+    "bins": lambda _: lp.metrics.expected_calibration_error(torch.full((3, 3), 1 / 3), torch.arange(3), TRILLION),
     "LowRank": lambda _: lp.LowRank(nn.Linear(1000, 5000, bias=False), "classification", rank=TRILLION),
 }
 

@@ -110,7 +110,7 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "mixtures",
         "training.data_emphasized",
     )
-} | {"laplace_plus.constraints": 645, "laplace_plus.reconstruction": 645, "laplace_plus.uses": 1675}  # of eleven files
+} | {"laplace_plus.constraints": 645, "laplace_plus.reconstruction": 657, "laplace_plus.uses": 1675}  # of eleven files
 
 
 def in_folder(folder):

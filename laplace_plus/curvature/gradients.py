@@ -9,6 +9,7 @@ diagonal and Kronecker curvature, functional variance – is made of these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -321,6 +322,13 @@ def pieces(network: Network, inputs: Any, bytes_each: int, allowed: int) -> list
     if bytes_each * size > allowed and size > 1 and batches.can_be_cut(inputs, size):
         network.can_cut = runs_apart(network, Batch(inputs, torch.empty(size)))
     return network.cut(inputs, bytes_each, allowed)
+
+
+def forward_parts(network: Network, inputs: Any) -> list[Any]:
+    """Inputs in parts whose forward passes half the memory budget holds, where the network lets itself be looked at."""
+    with suppress(*NETWORK_ERRORS):  # derivatives are not asked for
+        bytes_per_example(network, inputs)
+    return pieces(network, inputs, network.bytes_forward, _memory.budget(network.device) // 2)
 
 
 def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> bool | None:

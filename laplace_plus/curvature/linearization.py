@@ -128,13 +128,13 @@ class Linearization:
     """``f(θ + v) ≈ f(θ) + J v`` on a batch's inputs, in the selected parameters θ ``[P]``."""
 
     def __init__(self, network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes):
-        self._network, self._vector, self._inputs, self._ad_modes = network, vector, inputs, ad_modes
+        self._network, self._vector, self.inputs, self._ad_modes = network, vector, inputs, ad_modes
         self._known: Tensor | None = None  # outputs that came with products in forward mode
 
     # Only Jᵀ u needs a graph; where J v can be relied on in forward mode, the outputs come with it.
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
-        return evaluate(self._network, self._vector, self._inputs)
+        return evaluate(self._network, self._vector, self.inputs)
 
     @property
     def outputs(self) -> Tensor:
@@ -179,7 +179,7 @@ class Linearization:
         return self._row_by_row(vectors)
 
     def _function(self, point: Tensor) -> Tensor:
-        return self._network(self._inputs, self._network.substitute(point)).to(point.dtype)
+        return self._network(self.inputs, self._network.substitute(point)).to(point.dtype)
 
     @cached_property
     def _linear_pullback(self) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ class _Pieces(Linearization, Pullback):
     """A batch in parts as large as the first, whose graphs do not outlive a product."""
 
     def __init__(self, lines: Callable[[], Iterator[Linearization]], first: Any, point: Tensor, outputs: Tensor):
-        self._lines, self._first, self._point, self._known, self.pull = lines, first, point, outputs, self
+        self._lines, self.inputs, self._point, self._known, self.pull = lines, first, point, outputs, self
 
     @override
     def push(self, vectors: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class _Pieces(Linearization, Pullback):
 
     @override
     def add_to(self, total: Tensor, cotangents: Tensor) -> Tensor:
-        for line, own in zip(self._lines(), cotangents.split(batches.batch_size(self._first), 1), strict=True):
+        for line, own in zip(self._lines(), cotangents.split(batches.batch_size(self.inputs), 1), strict=True):
             line.pull.add_to(total, own)
         return total
 

@@ -43,12 +43,9 @@ class Stream:
     ):
         require_count("chunk_size", chunk_size, 1)
         if isinstance(data, Iterator):
-            raise DataError(
-                "The data can be run over only once.",
-                expected="a loader or a list of batches, since every product takes a pass over it",
-                got=f"a {type(data).__name__}",
-                fix="Pass the DataLoader itself, or list(...) of the batches.",
-            )
+            expected = "a loader or a list of batches, since every product takes a pass over it"
+            got, fix = f"a {type(data).__name__}", "Pass the DataLoader itself, or list(...) of the batches."
+            raise DataError("The data can be run over only once.", expected=expected, got=got, fix=fix)
         self.network = network if isinstance(network, Network) else Network(network, "all", arrange)
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
         self.ad_modes = ADModes()
@@ -86,12 +83,10 @@ class Stream:
         ModelChangedError or DataError if the network or the data are not what they were in the first pass.
         """
         if self.network.mark() != self._mark or self._names != self.network.parameter_names:
-            raise ModelChangedError(
-                "The network has changed since the operator was made.",
-                expected="the same weights, buffers and selection in every pass over the data",
-                got="others",
-                fix="Make a new operator after training, or give this one a copy of the model.",
-            )
+            what = "The network has changed since the operator was made."
+            expected = "the same weights, buffers and selection in every pass over the data"
+            fix = "Make a new operator after training, or give this one a copy of the model."
+            raise ModelChangedError(what, expected=expected, got="others", fix=fix)
         sums, items = DataSums(self.network.device), self._iterate(description)
         for batch in _joined(items, self.most) if join and self.most else items:
             sums.add(batch, batches.batch_size(batch.target))

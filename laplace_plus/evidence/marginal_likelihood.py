@@ -39,11 +39,9 @@ class EvidenceTuner:
         check_positive(tolerance=self.tolerance)
         check_counts(max_iterations=self.max_iterations)
         if self.data is not None and self.structure != NORMALISED and not self.passes_over_data:
-            raise ConfigurationError(
-                f"{type(self).__name__} uses data for normalised groups only.",
-                expected=f'structure="{NORMALISED}", or lp.Validation(data)',
-                got=f"data= with structure={self.structure!r}",
-            )
+            what = f"{type(self).__name__} uses data for normalised groups only."
+            expected = f'structure="{NORMALISED}", or lp.Validation(data)'
+            raise ConfigurationError(what, expected=expected, got=f"data= with structure={self.structure!r}")
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None

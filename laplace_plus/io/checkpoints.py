@@ -193,12 +193,9 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
         return {TAG: "counter" if isinstance(tree, Counter) else "items", "items": items}
     if is_dataclass(tree):
         return {TAG: "object", "class": type(tree).__name__, "entries": pack(vars(tree), tensors, name)}
-    raise CheckpointError(
-        f"{name} cannot be stored.",
-        expected="numbers, texts, tensors, and lists and dictionaries of them",
-        got=f"a {type(tree).__name__}",
-        fix="Go without checkpoint=, or take an optimizer and a scheduler whose state_dict() holds only these.",
-    )
+    expected = "numbers, texts, tensors, and lists and dictionaries of them"
+    fix = "Go without checkpoint=, or take an optimizer and a scheduler whose state_dict() holds only these."
+    raise CheckpointError(f"{name} cannot be stored.", expected=expected, got=f"a {type(tree).__name__}", fix=fix)
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], classes: Any = None) -> Any:

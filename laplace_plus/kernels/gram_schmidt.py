@@ -138,12 +138,10 @@ def _check(vector: Tensor, **others: tuple[Tensor | None, torch.Size]) -> None:
         wanted = (vector.dtype, vector.device, shape)
         found = None if other is None else (other.dtype, other.device, other.shape)
         if not valid or found != wanted:
-            raise ConfigurationError(
-                f"{name} and vector do not fit.",
-                expected=f"vectors [n] or [m, n] of float32 or float64, and for {name} {wanted}",
-                got=f"a vector {list(vector.shape)} of {vector.dtype}, and {found}",
-                fix="Convert 16-bit vectors to float32: their inner products would lose orthogonality.",
-            )
+            expected = f"vectors [n] or [m, n] of float32 or float64, and for {name} {wanted}"
+            got = f"a vector {list(vector.shape)} of {vector.dtype}, and {found}"
+            fix = "Convert 16-bit vectors to float32: their inner products would lose orthogonality."
+            raise ConfigurationError(f"{name} and vector do not fit.", expected=expected, got=got, fix=fix)
 
 
 def _fastest(name: str, reference: Callable[..., R], passes: int, *arguments: Any) -> R:

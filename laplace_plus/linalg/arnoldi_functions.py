@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laplace_plus._memory import require_free
 from laplace_plus.errors import OperatorError
 from laplace_plus.linalg.arguments import require_count, require_tolerance, start_vectors, without_autocast
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, decomposition
@@ -110,6 +111,8 @@ def phi(order: int) -> MatrixFunction:
 
     def evaluate(matrix: Tensor) -> Tensor:
         n = len(matrix)
+        size = 4 * ((order + 1) * n) ** 2 * matrix.element_size()
+        require_free(size, f"The exponential for order {order}", matrix.device, "Take a lower order.")
         links = torch.diag(matrix.new_ones(order * n), n) if order else 0.0
         augmented = torch.block_diag(matrix, matrix.new_zeros(order * n, order * n)) + links
         return torch.linalg.matrix_exp(augmented)[:n, order * n :]

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import require_free
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.arguments import require_choice, require_count, require_generator, working_type
 
@@ -37,7 +38,7 @@ def draw_probes(
         ``[count, n]``.
 
     Raises:
-        ConfigurationError: Another kind, or a type that is not real floating-point.
+        ConfigurationError: Another kind, a type that is not real floating-point, or more than fits into memory.
     """
     require_choice("probes", kind, Probes)
     require_count("count", count, 0)
@@ -46,6 +47,8 @@ def draw_probes(
     if not dtype.is_floating_point:
         raise ConfigurationError("Probes need a real floating-point type.", expected="such a dtype", got=str(dtype))
     source = device if generator is None else generator.device
+    what, where = f"{count} random vectors of {n} entries", torch.empty(0, device=source).device
+    require_free(8 * count * n, what, where, "Take fewer.")
     wide = working_type(dtype)
     if kind == "signs":
         signs = torch.randint(0, 2, (count, n), generator=generator, device=source)

@@ -258,11 +258,8 @@ class Configured:
     def _checked_precision(self, value: float | Tensor) -> Tensor:
         precision = as_hyperparameter(value, copy=True)  # the caller may go on writing to theirs
         if self.one_precision and precision.numel() > 1:
-            raise ConfigurationError(
-                f"One precision scales all entries of a {type(self).__name__}.",
-                expected="a single prior precision",
-                got=f"{precision.numel()} of them",
-            )
+            what = f"One precision scales all entries of a {type(self).__name__}."
+            raise ConfigurationError(what, expected="a single prior precision", got=f"{precision.numel()} of them")
         return precision
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace_plus._memory import budget, require_free
 from laplace_plus.batches import batch_size, inputs_of, signature_of
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError, unknown_option
 from laplace_plus.evidence.tuning import check_choice, check_counts
@@ -199,8 +200,10 @@ class Predicting(Stored, ABC):
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
         x = self.network.receive(x)
+        forward_parts(self.network, x)  # as the fit may have seen smaller batches, or none where it was loaded
         for vectors in self._sampled_chunks(n, generator):
-            yield from self.network.several(x, vectors)
+            outputs, vectors = self.network.several(x, vectors), None  # type: ignore[assignment]
+            yield from outputs
 
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
@@ -224,4 +227,5 @@ class Predicting(Stored, ABC):
             return
         step = max(1, min(2**29, budget(self.network.device) // 4) // each)
         for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
-            yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])
+            drawn = [self.sample(1, generator=generator) for _ in range(start, min(n, start + step))]
+            yield torch.cat(drawn) if len(drawn) > 1 else drawn.pop()  # no second copy where memory is short

@@ -30,12 +30,10 @@ def register(name: str, cls: type[Any]) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigurationError("A posterior's name is a string.", expected="a non-empty str", got=repr(name))
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
-        raise ConfigurationError(
-            f"What is registered as {name!r} is not a posterior class.",
-            expected=f"a class with {', '.join(METHODS)}",
-            got=f"the class {cls.__qualname__}" if isinstance(cls, type) else f"a {type(cls).__name__}, {cls!r}",
-            fix="Derive the class from laplace_plus.Posterior, and register the class itself, not an instance.",
-        )
+        what = f"What is registered as {name!r} is not a posterior class."
+        got = f"the class {cls.__qualname__}" if isinstance(cls, type) else f"a {type(cls).__name__}, {cls!r}"
+        fix = "Derive the class from laplace_plus.Posterior, and register the class itself, not an instance."
+        raise ConfigurationError(what, expected=f"a class with {', '.join(METHODS)}", got=got, fix=fix)
     if _registered.get(name, cls) is not cls:
         raise ConfigurationError(
             f"The name {name!r} is taken.", expected="a new name", got=f"that of {_registered[name].__qualname__}"

@@ -14,6 +14,7 @@ from typing_extensions import override
 from laplace_plus import io
 from laplace_plus.batches import Batch, DataSums
 from laplace_plus.curvature import Curvature
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.structures import Layout
 from laplace_plus.errors import CheckpointError
 from laplace_plus.evidence.tangent_model import TangentOptimum
@@ -174,6 +175,7 @@ def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[st
     """Number of examples, of outputs, and sums that differ for other data or order; SelectionError without a target."""
     sums, n_outputs, doubt, counts = DataSums(posterior.network.device), 0, 0.0, False
     for batch in posterior.batches(data):
+        forward_parts(posterior.network, batch.inputs)
         outputs = posterior.network.forward(batch.inputs)
         posterior.likelihood.validate(outputs, batch.target)
         doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)

@@ -204,12 +204,10 @@ def owned_sums(curvature: Curvature) -> list[OwnedSum]:
 def require_owners(group: Group | None, owned: Sequence[OwnedSum]) -> None:
     """Raise :class:`DistributedError` unless the ranks are there on which factors lie."""
     if owned and (group is None or group.size <= max(part.owner for part in owned)):
-        raise DistributedError(
-            "The factors of this posterior lie on several ranks.",
-            expected="an update() on the ranks of the fit",
-            got="one process" if group is None else f"{group.size} ranks",
-            fix="Call update() on all ranks, with an empty loader where there are no data.",
-        )
+        what = "The factors of this posterior lie on several ranks."
+        got = "one process" if group is None else f"{group.size} ranks"
+        fix = "Call update() on all ranks, with an empty loader where there are no data."
+        raise DistributedError(what, expected="an update() on the ranks of the fit", got=got, fix=fix)
 
 
 # -- decompositions and corrected eigenvalues --------------------------------------------------------------------------

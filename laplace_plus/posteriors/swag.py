@@ -24,7 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from laplace_plus import batches
+from laplace_plus._memory import require_free, require_room
 from laplace_plus.curvature import Backend
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.errors import ConfigurationError, DataError
@@ -192,6 +194,9 @@ class SWAG(Posterior):
         self._adopt(path)
         self._seeds, self._statistics = None, {}
         if norms:
+            each = sum(own.running_mean.nbytes + own.running_var.nbytes for own in norms.values())  # type: ignore[union-attr]
+            what, device = f"Statistics of {self.n_members} draws", self.network.device
+            require_free(self.n_members * (2 * each + 64), what, device, "Lower n_members.")
             source = torch.Generator().manual_seed(draw_seed(generator))
             self._seeds = torch.tensor([draw_seed(source) for _ in range(self.n_members)])
             self._statistics = self._normalised(data, progress)
@@ -201,6 +206,7 @@ class SWAG(Posterior):
         """The numbers of data and outputs; errors for targets that do not fit."""
         seen, n_outputs, count, doubt, likelihood = 0, 0, 0.0, 0.0, self.likelihood
         for batch in self.batches(data, progress=progress, description="SWAG: data"):
+            forward_parts(self.network, batch.inputs)
             outputs = self.network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
             count += float(likelihood.rows(outputs, batch.target)[2].sum())
@@ -244,6 +250,8 @@ class SWAG(Posterior):
             if size < 2:  # noqa: PLR2004  -- a single example has no variance
                 continue
             seen += size
+            what = f"the statistics of a batch of {size} examples"
+            require_room(size * self.network.bytes_forward, what, self.network.device, if_given=True)
             for own in norms.values():
                 own.momentum = size / seen  # the mean over the examples so far
             args, keywords = batches.bind(moving, batch.inputs)
@@ -270,7 +278,7 @@ class SWAG(Posterior):
             known = network.substitute(self._member(number))
             known |= {name: every[number] for name, every in self._statistics.items()}
             with torch.no_grad():
-                yield torch.cat([network(part, known) for part in network.cut(x, network.bytes_forward)])
+                yield torch.cat([network(part, known) for part in forward_parts(network, x)])
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, slices
+from laplace_plus.batches import batch_size
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.linearization import ADModes, linearize
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import check_finite, check_outputs
@@ -58,9 +60,10 @@ def pushed(
     wide = torch.promote_types(outputs.dtype, torch.float32)
     parts = []
     for chunk in [deviations] if isinstance(deviations, Tensor) else deviations:
-        # Forward mode holds two or three activations of each sample at a time; 64 times the outputs bounds them.
+        # Forward mode holds two or three activations of each sample at a time; 64 times the outputs are typical.
         each = 4 * chunk[0].numel() * chunk.element_size() + 64 * outputs.numel() * outputs.element_size()
-        room = max(each, min(4 * QUICK_BYTES, budget(outputs.device) // 2))
+        needed = each + batch_size(linear.inputs) * network.bytes_forward
+        room = max(each, min(4 * QUICK_BYTES, budget(outputs.device) // 2 * each // needed))
         for some in slices(len(chunk), each, room):
             parts.append(linear.push(chunk[some].to(outputs)).to(wide))
     return outputs.to(wide), torch.cat(parts)
@@ -81,6 +84,7 @@ def samples_rather(
     draw = 0 if len(network.layers) == 1 else draw
     if variances and not draw:
         return 0
+    forward_parts(network, x)
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  -- it imports Triton
 
     with FlopCounterMode(display=False) as counter:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import require_free
 from laplace_plus.errors import ConfigurationError, DataError, OperatorError
 from laplace_plus.linalg import Operator
 
@@ -22,6 +23,7 @@ def operator_matrix(operator: Any, image: Tensor) -> Tensor:
     elif hasattr(operator, "toarray") or hasattr(operator, "__array__"):  # of scipy, of numpy
         found = torch.as_tensor(operator.toarray() if hasattr(operator, "toarray") else operator)
     elif callable(operator):
+        require_free(8 * image.numel() ** 2, "The operator's matrix", image.device, "Pass a sparse matrix.")
         with torch.no_grad():
             units = torch.eye(image.numel()).to(image).view(-1, *image.shape)
             many, one = operator(units), operator(image[None])

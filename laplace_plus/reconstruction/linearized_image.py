@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from laplace_plus import errors
-from laplace_plus._memory import slices
+from laplace_plus._memory import require_free, slices
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import call, describe, output_tensor
 from laplace_plus.evidence.tangent_model import batch_jacobian
@@ -77,6 +77,8 @@ class LinearizedImage:
         for what, values in (("image", image), ("operator", matrix), ("measurements", y)):
             if not bool(torch.isfinite(values).all()):
                 raise errors.NonFiniteError(f"Not finite: the {what}.", expected="numbers", got="NaN or infinity")
+        what, size = f"The Jacobian of {len(y):,} measurements", 2 * len(y) * network.vector().nbytes
+        require_free(size, what, network.device, "Select fewer parameters.")
         rows = self._rows(inputs, lambda found: found.flatten(1) @ matrix.mT)
         grams = self.filters.grams(rows)
         self.image, self._z, self._matrix, self._jacobian, self._grams = image, inputs, matrix, rows, grams

@@ -1,7 +1,8 @@
-"""Calls within a memory budget, in a process of their own; prints bytes as JSON, call by call.
+"""Calls within a memory budget, in a process of their own; prints bytes as JSON, a line for each call.
 
-Peaks are those of the process's resident memory above what it had before the call; what is left is what it has more
-afterwards. Freed memory goes back to the system, so that nothing that was freed hides what was asked for.
+Arguments: network, method, budget in bytes, calls with commas or "all", CPU seconds for each call. Peaks
+are those of the process's resident memory above what it had before; what is left is what it has more afterwards.
+Freed memory goes back to the system, so that nothing that was freed hides what was asked for.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import gc
 import importlib
 import json
 import resource
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +46,24 @@ class Transformer(nn.Module):
         return self.head(self.layers(hidden).mean(1))
 
 
+class Radiance(nn.Module):
+    """A field of four numbers over the unit cube, 256 wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def problem(name: str) -> tuple[nn.Module, Data, Any]:
     """A network, two batches, and the likelihood."""
     if name == "U-Net":
         batches = [(torch.randn(2, 3, 256, 256), torch.randint(3, (2, 256, 256))) for _ in range(2)]
         return UNet(3), batches, lp.Categorical(output_axis=-1)
+    if name == "field":
+        return Radiance(), [(torch.rand(20_000, 3), torch.randn(20_000, 4)) for _ in range(2)], lp.Gaussian(0.1)
     if name == "ResNet-18":
         return resnet18(10), [(torch.randn(8, 3, 64, 64), torch.arange(8) % 10) for _ in range(2)], "classification"
     return Transformer(), [(torch.randint(1000, (8, 128)), torch.arange(8) % 2) for _ in range(2)], "classification"
@@ -81,7 +97,23 @@ METHODS: dict[str, Callable[..., Any]] = {
         latent=lp.LatentModel(dimension=1, hidden=(4,), epochs=2, tolerance=1e9),
         **o,
     ),
+    "SWAG": lambda *args, **o: lp.SWAG(*args, rank=2, n_snapshots=2, n_members=2, **o),
+    "Mixture": lambda *args, **options: Mixed(*args, **options),
+    "SpatialField": lambda *args, **o: lp.SpatialField(*args, box=[[0.0] * 3, [1.0] * 3], resolution=32, **o),
 }
+
+
+class Mixed:
+    """A mixture of two last layers, of the same network here, with a posterior's calls."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self.members = [METHODS["last layer"](*args, **options) for _ in range(2)]
+
+    def fit(self, data: Data, generator: torch.Generator) -> None:
+        self.mixture = lp.Mixture([member.fit(data, generator=generator) for member in self.members])
+
+    def predictive(self, x: Tensor, **options: Any) -> Any:
+        return self.mixture.predictive(x, **options)
 
 
 def adapted(model: nn.Module) -> nn.Module:
@@ -104,32 +136,53 @@ def resident() -> int:
 def calls(posterior: Any, data: Data) -> dict[str, Callable[[], Any]]:
     """What is called, in turn."""
     x = data[0][0]
+    some = {"n_samples": 20} if getattr(posterior, "default_method", None) == "sampled" else {}  # of 100: for speed
     return {
         "fit": lambda: posterior.fit(data, generator=torch.Generator().manual_seed(0)) and None,
         "tuning": lambda: posterior.fit_prior_precision() and None,
         "evidence": lambda: posterior.fit_prior_precision("marginal_likelihood") and None,
-        "first prediction": lambda: posterior.predictive(x),
-        "prediction": lambda: posterior.predictive(x),
-        "joint": lambda: posterior.functional_posterior(x, joint=True),
-        "information": lambda: posterior.predictive(x).mutual_information(),
+        "first prediction": lambda: posterior.predictive(x, **some),
+        "prediction": lambda: posterior.predictive(x, **some),
+        "joint": lambda: posterior.functional_posterior(x[:3], joint=True),  # any two of them meet
+        "information": lambda: posterior.predictive(x, **some).mutual_information(),
         "sample": lambda: posterior.sample(2),
         "sampled": lambda: posterior.predictive(x, method="sampled", n_samples=2),
     }
 
 
-def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so much CPU time."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def tell(call: str, **found: Any) -> None:
+    sys.stdout.write(json.dumps({"call": call, **found}) + "\n")
+    sys.stdout.flush()
+
+
+def main(name: str, method: str, budget: int, wanted: str, seconds: float) -> None:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     # Imports, and buffers that libraries keep.
     small: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    few = [(torch.randn(4, 3), torch.arange(4) % 2)]
+    few = [(torch.rand(4, 3), torch.arange(4) % 2)]
     small = adapted(small) if method == "TrainingFreeLoRA" else small
     warm = METHODS[method](small, "classification") if method != "Subnetwork" else lp.Diagonal(small, "classification")
     for call, function in calls(warm, few).items():
         try:
             if wanted == "all" or call in wanted.split(","):
                 function()
-        except LaplacePlusError:
+        except (LaplacePlusError, AttributeError):  # a mixture has few of the calls
             pass
     model, data, likelihood = problem(name)
     model = adapted(model).eval() if method == "TrainingFreeLoRA" else model.eval()
@@ -143,28 +196,31 @@ def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
         model.zero_grad()
 
     one_pass()
-    found: dict[str, Any] = {"network": sum(p.nbytes for p in model.parameters()), "pass": 1e6 * peak_memory(one_pass)}
+    tell("network", peak=1e6 * peak_memory(one_pass), left=sum(p.nbytes for p in model.parameters()))
     posterior = METHODS[method](model, likelihood, memory_budget=budget)
     for call, function in calls(posterior, data).items():
         if wanted != "all" and call not in wanted.split(","):
             continue
-        before, start = resident(), time.perf_counter()
+        before, start = resident(), time.process_time()
         kept: list[Any] = []
 
         def run(function: Any = function, kept: list[Any] = kept) -> None:
             kept.append(function())
 
         try:
-            peak = 1e6 * peak_memory(run)
-        except (LaplacePlusError, NotImplementedError) as error:
-            found[call] = {"failed": f"{type(error).__name__}: {error}"[:200]}
-            if call == "fit":
-                break
-            continue
-        found[call] = {"peak": peak, "left": max(0, resident() - before), "seconds": time.perf_counter() - start}
+            with cpu_limit(seconds):
+                peak = 1e6 * peak_memory(run)
+        except TimeoutError:
+            high = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+            tell(call, stopped=seconds, peak=high - before)
+        except (LaplacePlusError, NotImplementedError, AttributeError) as error:
+            tell(call, failed=f"{type(error).__name__}: {error}"[:300])
+        else:
+            tell(call, peak=peak, left=max(0, resident() - before), seconds=time.process_time() - start)
+        if call == "fit" and not kept:
+            break
         kept.clear()
-    return found
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), (*sys.argv, "all")[4])))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

@@ -419,6 +419,22 @@ def test_bad_arguments():
     assert float(posterior.noise_std) == 0.3 and posterior.prior is PRIOR  # a failure changes nothing
 
 
+def test_covariances_that_no_memory_holds_are_refused_before_they_are_allocated():
+    torch.manual_seed(0)
+    size = 512
+    posterior = ImagePosterior(nn.Conv2d(1, 1, 3, padding=1), torch.randn(2, size**2), noise_std=1.0)
+    posterior.fit(torch.randn(1, 1, size, size), torch.randn(2))
+    calls = {
+        "covariance": posterior.covariance,
+        "log_prob": lambda: posterior.log_prob(posterior.image),
+        "sample": lambda: posterior.sample(1),
+        "samples": lambda: posterior.sample(10**12),
+    }
+    for call in calls.values():
+        with pytest.raises(ConfigurationError, match="would not fit into memory"):
+            call()
+
+
 def test_progress(capsys):
     posterior = fitted()
     posterior.fit_prior(total_variation=0.1, progress=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus._memory import budget, is_given, require_room
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import Batch
+from laplace_plus.batches import Batch, batch_size
 from laplace_plus.curvature import Backend
+from laplace_plus.curvature.gradients import forward_parts, pieces
 from laplace_plus.errors import (
     ConfigurationError,
     NoGainWarning,
@@ -113,7 +116,8 @@ class ABNN(ResumableFit):
         learning_rate: Of SGD with Nesterov's momentum .9 and weight decay 1e-4; a tenth of it after the first epoch,
             and a hundredth after the fourth.
         parameters: ``"all"`` γ and β that require gradients, or some of them by name.
-        prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`; without effect.
+        prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`; without effect.
+        memory_budget: As for :class:`Posterior`; with ``noise="element"`` a given one changes the random numbers.
 
     Attributes:
         noise_scale: The present α: ``scale``, or what :meth:`fit` or :meth:`fit_scale` made of it.
@@ -229,6 +233,8 @@ class ABNN(ResumableFit):
         start = self._start(data, generator, _WHY)
         if self.noise == "element":
             self._require_seen(next(iter(self.batches(data))))
+        self.check_draws(n_members=self.n_members)
+        self.require_vectors(4 * self.n_members, "Fine-tuning")
         members = self._fine_tuned(data, start, progress=progress)
         self._members, self.mean, self.n_data, self.n_outputs = members, members.mean(0), start.n_data, start.n_outputs
         lost: list[float] = []
@@ -276,25 +282,41 @@ class ABNN(ResumableFit):
 
     def _gradient(self, batch: Batch, vector: Tensor, weights: Tensor, source: torch.Generator) -> Tensor:
         """Of the mean loss of one noisy network, ``[P]``; ``weights [C]`` are those of the classes."""
+        total, count = torch.zeros_like(vector), vector.new_zeros(())
         with torch.enable_grad():
             leaf = vector.clone().requires_grad_()
-            outputs = self._noisy(batch.inputs, leaf, self.scale, source)
-            outputs, targets, share = self.likelihood.rows(outputs, batch.target)
-            if self.prior_weight != 1:
-                weights = weights.to(share)
-                share = share * (targets @ weights if targets.is_floating_point() else weights[targets])
-            loss = -(share * self.likelihood.log_density(outputs, targets)).sum()
-            mean = loss / share.sum().clamp_min(torch.finfo(share.dtype).tiny)
-            if not mean.requires_grad:
-                raise self.zero_curvature()
-            return torch.autograd.grad(mean, leaf)[0]
+            values = self._values(leaf, self.scale, source)
+            for part in self._parts(batch):
+                outputs = self._noisy(part.inputs, values, self.scale, source)
+                outputs, targets, share = self.likelihood.rows(outputs, part.target)
+                if self.prior_weight != 1:
+                    weights = weights.to(share)
+                    share = share * (targets @ weights if targets.is_floating_point() else weights[targets])
+                loss = -(share * self.likelihood.log_density(outputs, targets)).sum()
+                if not loss.requires_grad:
+                    raise self.zero_curvature()
+                total += torch.autograd.grad(loss, leaf, retain_graph=True)[0]  # the noise of γ is that of all parts
+                count += share.detach().sum()
+        return total / count.clamp_min(torch.finfo(count.dtype).tiny)
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """A batch in parts that the memory budget holds."""
+        network, size, element = self.network, len(batch.target), self.noise == "element"
+        if element and not is_given():  # parts have other noise, which must not depend on what memory is free
+            return [batch]
+        forward_parts(network, batch.inputs)
+        each = (network.bytes_per_example or 0) * (2 if element else 1)  # noise doubles what a graph keeps
+        parts = pieces(network, batch.inputs, each, budget(network.device) // 2)
+        size = size if len(parts) == 1 else batch_size(parts[0])
+        require_room(each * size, f"a backward pass for {size} examples", network.device, if_given=True)
+        return [Batch(*pair) for pair in zip(parts, batch.target.split(size), strict=True)]
 
     def _require_seen(self, batch: Batch) -> None:
         """Raise :class:`UnsupportedError` for a γ whose normalisation the mode does not see."""
         parameters = self.network.parameters
         scales = {name: parameters[name] for name, yes in norm_parameters(self.network.model).items() if yes}
         with torch.no_grad(), ElementNoise(0.0, scales.values(), None) as mode:
-            self.network(batch.inputs, parameters)
+            self.network(forward_parts(self.network, batch.inputs)[0], parameters)
         missed = [name for name in self.parameter_names if name in scales and id(scales[name]) not in mode.seen]
         if missed:
             what, fix = f"No function of torch normalises with {', '.join(missed)}.", 'Take noise="channel".'
@@ -320,13 +342,14 @@ class ABNN(ResumableFit):
 
     # -- noise ---------------------------------------------------------------------------------------------------------
 
-    def _noisy(self, inputs: Any, vector: Tensor, alpha: float, source: torch.Generator | None) -> Tensor:
-        """Outputs ``[B, *, C]`` of one noisy network; differentiable in the vector ``[P]``."""
-        if self.noise == "channel":
-            return self.network(inputs, self.network.substitute(self._jittered(vector, alpha, source)))
-        parameters = self.network.substitute(vector)
-        with ElementNoise(alpha, parameters.values(), source):
-            return self.network(inputs, parameters)
+    def _values(self, vector: Tensor, alpha: float, source: torch.Generator | None) -> dict[str, Tensor]:
+        """γ and β by name, differentiable in the vector ``[P]``, with the noise of channels in γ."""
+        return self.network.substitute(self._jittered(vector, alpha, source) if self.noise == "channel" else vector)
+
+    def _noisy(self, inputs: Any, values: Mapping[str, Tensor], alpha: float, source: torch.Generator | None) -> Tensor:
+        """Outputs ``[B, *, C]`` of a network with γ and β of :meth:`_values`, with the noise of elements."""
+        with ElementNoise(alpha, values.values(), source) if self.noise == "element" else nullcontext():
+            return self.network(inputs, values)
 
     def _jittered(self, vectors: Tensor, alpha: float, source: torch.Generator | None) -> Tensor:
         """``γ ∘ (1 + α ε)`` in place of γ."""
@@ -365,10 +388,11 @@ class ABNN(ResumableFit):
 
     def _element(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         x = self.network.receive(x)
+        parts = forward_parts(self.network, x) if is_given() else [x]  # as for the gradient
         for vector in self._drawn(n, generator):
+            values = self._values(vector, self.noise_scale, generator)
             with torch.no_grad():
-                outputs = self._noisy(x, vector, self.noise_scale, generator)
-            yield outputs
+                yield torch.cat([self._noisy(part, values, self.noise_scale, generator) for part in parts])
 
     # -- the scale -----------------------------------------------------------------------------------------------------
 
@@ -428,6 +452,7 @@ class ABNN(ResumableFit):
                 def predictions(
                     x: Any, n: int = tuner.n_samples if scale else least, source: Any = source
                 ) -> list[Prediction]:
+                    self.check_samples(n, x)
                     outputs = torch.stack(list(self.sampled_outputs(x, n, source)))
                     return [from_samples(likelihood, outputs, generator=source) for likelihood in likelihoods]
 

@@ -374,6 +374,7 @@ class MetricBNN(ResumableFit):
                 self.extent, source = value, torch.Generator().manual_seed(seed)
 
                 def predictions(x: Any, source: torch.Generator = source) -> list[Prediction]:
+                    self.check_samples(tuner.n_samples, x)
                     outputs = torch.stack(list(self.sampled_outputs(x, tuner.n_samples, source)))
                     return [from_samples(likelihood, outputs, generator=source) for likelihood in candidates]
 

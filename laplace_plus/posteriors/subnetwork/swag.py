@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
+from laplace_plus._memory import require_room
 from laplace_plus._progress import progress_bar
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood
@@ -33,7 +35,7 @@ class DiagonalSWAG:
         weight_decay: Of SGD.
 
     Raises:
-        ConfigurationError: A number out of range.
+        ConfigurationError: A number out of range; or a given memory budget does not hold a step on a batch.
     """
 
     learning_rate: float = 0.01
@@ -92,6 +94,10 @@ class DiagonalSWAG:
         with global_randomness(network.device, generator), torch.enable_grad():
             for epoch in epochs:
                 for batch in batches.iterate(data, device=network.device):
+                    forward_parts(network, batch.inputs)
+                    size = len(batch.target)  # which stays whole: batch normalisation makes examples depend
+                    each, what = 2 * (network.bytes_per_example or 0), f"a step of training on {size} examples"
+                    require_room(size * each, what, network.device, if_given=True)
                     args, kwargs = batches.bind(moving, batch.inputs)
                     raw = torch.func.functional_call(moving, network.substitute(vector), args, kwargs)
                     outputs = likelihood.arrange(batches.output_tensor(raw))

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus._memory import is_given
 from laplace_plus.adapters import adapter_pairs
 from laplace_plus.curvature import Backend
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
@@ -61,7 +63,8 @@ class TrainingFreeLoRA(Posterior):
         halvings: Of the interval in which the scale lies; its relative error is ``2**-halvings``.
         parameters: ``"lora"``, or names of some of the adapters' A.
         prior_precision, prior_mean: As for :class:`Posterior`; for ``"elbo"`` the precision is one number.
-        temperature, backend, memory_budget: As for :class:`Posterior`; without effect.
+        temperature, backend: As for :class:`Posterior`; without effect.
+        memory_budget: As for :class:`Posterior`; with ``per_token`` a given one changes the random numbers.
 
     Attributes:
         noise_scale: The scale σ; 0 where none was accepted.
@@ -129,6 +132,7 @@ class TrainingFreeLoRA(Posterior):
             what, got = "The bound is known for one prior precision.", f"{self.prior_precision.numel()} of them"
             raise ConfigurationError(what, expected="a number", got=got)
         require_restartable(data, "The search for the scale passes over the anchors again and again.")
+        self.check_draws(n_samples=self.n_samples)
         maps, seed = self._maps(), draw_seed(generator)
         draws = self._draws(maps, self.n_samples, torch.Generator().manual_seed(seed))
         network, n_data, n_outputs = self._score(data, 0.0, [], [], seed, progress)
@@ -172,6 +176,8 @@ class TrainingFreeLoRA(Posterior):
         if not self.per_token:
             return network.several(inputs, network.vector() + scale * _deviations(maps, draws))
         values, found = network.substitute(network.vector()), []
+        # Parts have other signs, which must not depend on what memory is free.
+        parts = forward_parts(network, inputs) if is_given() else [inputs]
         for drawn in zip(*draws, strict=True):
             pairs = {
                 id(values[name]): (scale * one, e)
@@ -179,8 +185,8 @@ class TrainingFreeLoRA(Posterior):
             }
             noise = TokenNoise(pairs, signs)
             with torch.no_grad(), noise:
-                found.append(network(inputs, values))
-            if noise.used < len(pairs):
+                found.append(torch.cat([network(part, values) for part in parts]))
+            if noise.used < len(pairs) * len(parts):
                 what, got = "Only linear layers have noise for each token.", f"{noise.used} of {len(pairs)} adapters"
                 raise UnsupportedError(what, expected="adapters that multiply by A", got=got, fix="per_token=False")
         return found
@@ -192,6 +198,7 @@ class TrainingFreeLoRA(Posterior):
         network, likelihood, signs = self.network, self.likelihood, torch.Generator().manual_seed(seed)
         total, count, seen, n_outputs, doubt = 0.0, 0.0, 0, 0, 0.0
         for batch in self.batches(data, progress=progress, description=f"TrainingFreeLoRA: scale {scale:.3g}"):
+            forward_parts(network, batch.inputs)
             outputs = network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
             flat, targets, weights = likelihood.rows(outputs, batch.target)

@@ -115,14 +115,17 @@ class ExampleGradients(ABC):
         v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
         room = min(chunk_bytes(self.device, of_caches=_JOINT_CACHES), budget(self.device) // 16)
-        cuts = list(slices(b, self.bytes_each(), room))
-        for number, own in enumerate(cuts):
-            weighted = (self.dense(own) * weights).flatten(2).flatten(0, 1)  # [vb, p]
-            for other in cuts[: number + 1]:
-                others = self.dense(other).flatten(2).flatten(0, 1)
-                block = (weighted @ others.T).view(v, own.stop - own.start, v, -1)
-                result[own, :, other] = block.permute(1, 0, 3, 2)
-                result[other, :, own] = block.permute(3, 2, 1, 0)
+        single, every = self.bytes_each() // max(1, v), torch.arange(v, device=self.device)
+        cuts = [(some, own) for some in slices(v, single, room) for own in slices(b, single * len(every[some]), room)]
+        for number, (some, own) in enumerate(cuts):
+            part = self if len(every[some]) == v else self.select(every[some])
+            weighted = part.dense(own).mul(weights).flatten(2).flatten(0, 1)  # [vb, p]
+            for some_other, other in cuts[: number + 1]:
+                part = self if len(every[some_other]) == v else self.select(every[some_other])
+                block = weighted @ part.dense(other).flatten(2).flatten(0, 1).T
+                block = block.view(len(every[some]), -1, len(every[some_other]), other.stop - other.start)
+                result[own, some, other, some_other] = block.permute(1, 0, 3, 2)
+                result[other, some_other, own, some] = block.permute(3, 2, 1, 0)
         return result
 
 
