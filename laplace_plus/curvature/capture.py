@@ -371,12 +371,11 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
         lost = [repr(name) for name in network.parameter_names if name in used and not answers[name]]
         listed = ", ".join(lost[:4]) + (" …" if len(lost) > 4 else "")
         if recorder.may_be_cut_off and lost and not any((*answers.values(), *known.values())):
-            raise UnsupportedError(
-                "No gradient of the outputs reaches the selected parameters.",
-                expected="a forward pass that can be differentiated in evaluation mode",
-                got=f"gradients that are switched off, or tensors that are detached, behind {listed}",
-                fix="Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select what lies behind",
-            )
+            what = "No gradient of the outputs reaches the selected parameters."
+            expected = "a forward pass that can be differentiated in evaluation mode"
+            got = f"gradients that are switched off, or tensors that are detached, behind {listed}"
+            fix = "Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select what lies behind"
+            raise UnsupportedError(what, expected=expected, got=got, fix=fix)
         if recorder.may_be_cut_off and lost:
             why = "which the network uses: it switches gradients off or detaches tensors"
             warn(f"No gradient of the outputs reaches {listed}, {why}. These parameters keep the prior.")

@@ -283,10 +283,8 @@ class Likelihood(ABC):
 
     def distribution(self, outputs: Tensor) -> Distribution:
         """``p(y|f)`` for outputs ``[..., C]``; UnsupportedError: if the likelihood only gives its log-density."""
-        raise UnsupportedError(
-            f"{type(self).__name__} only gives its log-density.",
-            expected="a method distribution(outputs), or distribution= of LogDensity",
-        )
+        what = f"{type(self).__name__} only gives its log-density."
+        raise UnsupportedError(what, expected="a method distribution(outputs), or distribution= of LogDensity")
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Targets drawn from ``p(y|f)``, one for every row of outputs ``[..., C]``."""

@@ -58,8 +58,6 @@ def name_of(cls: type[Any]) -> str:
     names = [name for name, known in _registered.items() if known is cls]
     names = names or [point.name for point in entry_points(group=ENTRY_POINTS) if point.load() is cls]
     if not names:
-        raise ConfigurationError(
-            f"{cls.__qualname__} is not registered.",
-            fix=f"Call laplace_plus.register({cls.__name__!r}, {cls.__name__}) first.",
-        )
+        what = f"{cls.__qualname__} is not registered."
+        raise ConfigurationError(what, fix=f"Call laplace_plus.register({cls.__name__!r}, {cls.__name__}) first.")
     return names[0]
