@@ -194,7 +194,7 @@ class SWAG(Posterior):
         self._adopt(path)
         self._seeds, self._statistics = None, {}
         if norms:
-            each = sum(own.running_mean.nbytes + own.running_var.nbytes for own in norms.values())  # type: ignore[union-attr]
+            each = sum(buffer.nbytes for own in norms.values() for buffer in own.buffers())
             what, device = f"Statistics of {self.n_members} draws", self.network.device
             require_free(self.n_members * (2 * each + 64), what, device, "Lower n_members.")
             source = torch.Generator().manual_seed(draw_seed(generator))
