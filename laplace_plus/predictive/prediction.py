@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import scipy
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily, Normal, StudentT
 
@@ -400,7 +400,7 @@ def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:
     if isinstance(distribution, Normal):
         return distribution.loc + distribution.scale * torch.special.ndtri(levels).to(distribution.loc)
     if isinstance(distribution, StudentT):
-        units = stdtrit(distribution.df.detach().cpu().double().numpy(), levels.numpy())
+        units = scipy.special.stdtrit(distribution.df.detach().cpu().double().numpy(), levels.numpy())
         return distribution.loc + distribution.scale * torch.from_numpy(units).to(distribution.loc)
     if not isinstance(distribution, MixtureSameFamily) or not isinstance(distribution.component_distribution, Normal):
         return None
