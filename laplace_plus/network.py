@@ -236,11 +236,7 @@ class Network:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Detached views of all parameters, selected or not; of tied ones that are not selected, one for each use."""
-        result = {}
-        for name, parameter in self.held.parameters.items():
-            # Frozen ones of a class of their own stay as they are: quantised weights keep their scales as attributes.
-            is_plain = parameter.requires_grad or type(parameter) is nn.Parameter
-            result[name] = parameter.detach() if is_plain else parameter
+        result = {name: _detached(parameter) for name, parameter in self.held.parameters.items()}
         for name in self._apart:
             result[name] = self.held.places[name][2].detach()
         return result
@@ -311,9 +307,7 @@ class Network:
                             for name, buffer in held.buffers.items():  # copies: some modules write to them even so
                                 values[id(buffer)] = known[name] if name in known else buffer.clone()
                             for name, parameter in held.parameters.items():
-                                plain = parameter.requires_grad or type(parameter) is nn.Parameter
-                                own = known[name] if name in known else parameter.detach() if plain else parameter
-                                values[id(parameter)] = own
+                                values[id(parameter)] = known[name] if name in known else _detached(parameter)
                             for name, (place, key, tensor) in held.places.items():
                                 place[key] = known[name] if name in known else values[id(tensor)]
                             found.append((self.function or self.model)(*arguments, **keywords))
@@ -436,6 +430,11 @@ class Network:
         if self.kept:
             self.kept["mark"] = found
         return found
+
+
+def _detached(parameter: Tensor) -> Tensor:
+    # Frozen ones of a class of their own stay as they are: quantised weights keep their scales as attributes.
+    return parameter.detach() if type(parameter) is nn.Parameter or parameter.requires_grad else parameter
 
 
 def refuse_unsuitable(model: nn.Module) -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -78,20 +79,25 @@ class Marginal:
     Attributes:
         mean: ``E[y]``, for classes their probabilities.
         variance: ``Var[y]``.
-        distribution: Of ``y``: over the classes, or of every entry of ``y`` by itself.
+        law: Makes :attr:`distribution`, when it is asked for.
         epistemic: ``Var_f(E[y|f])``, or ``None`` without a closed form.
         aleatoric: ``E_f[Var(y|f)]``, or ``None`` without a closed form.
         together: The joint distribution of the entries of one target, where they are correlated; else ``None``.
-        information: Mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
+        information: Gives the mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
     """
 
     mean: Tensor
     variance: Tensor
-    distribution: Distribution
+    law: Callable[[], Distribution]
     epistemic: Tensor | None = None
     aleatoric: Tensor | None = None
     together: Distribution | None = None
-    information: Tensor | None = None
+    information: Callable[[], Tensor] | None = None
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """Of ``y``: over the classes, or of every entry of ``y`` by itself."""
+        return self.law()
 
 
 @dataclass(frozen=True)

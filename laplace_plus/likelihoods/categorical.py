@@ -294,7 +294,7 @@ class Categorical(Likelihood):
         else:
             raise unknown_link(self, link)
         p = logits.softmax(-1)
-        return Marginal(p, p * (1 - p), CategoricalDistribution(logits=logits, validate_args=False))
+        return Marginal(p, p * (1 - p), partial(CategoricalDistribution, logits=logits, validate_args=False))
 
 
 def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:

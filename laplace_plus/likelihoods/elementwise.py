@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -198,8 +199,8 @@ class Bernoulli(Elementwise):
         if link not in ("probit", "network"):
             raise unknown_link(self, link)
         logits = mean if link == "network" else mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
-        distribution = BernoulliDistribution(logits=logits, validate_args=False)
-        return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), distribution)
+        law = partial(BernoulliDistribution, logits=logits, validate_args=False)
+        return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), law)
 
 
 @final
@@ -265,7 +266,7 @@ class Poisson(Elementwise):
         # The dispersion's floor changes the distribution's variance by at most 1e-6 of the squared mean.
         dispersion = spread.double().clamp_min(1e-6)
         log_odds = mean.double() + 0.5 * variance.double() + dispersion.log()
-        distribution = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
+        law = partial(NegativeBinomial, 1 / dispersion, logits=log_odds, validate_args=False)
         epistemic = spread * rate.square()
         check_finite(epistemic + rate, "The predicted variances of the counts")
-        return Marginal(rate, epistemic + rate, distribution, epistemic, rate)
+        return Marginal(rate, epistemic + rate, law, epistemic, rate)

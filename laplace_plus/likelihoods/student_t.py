@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, StudentT
@@ -9,6 +11,7 @@ from torch.distributions import Distribution, StudentT
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link, variance_of
 from laplace_plus.likelihoods.gaussian import RealTargets
+from laplace_plus.likelihoods.normal import independent_information
 
 
 class StudentTNoise(RealTargets):
@@ -39,8 +42,8 @@ class StudentTNoise(RealTargets):
         if link != "exact":
             raise unknown_link(self, link)
         epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
-        found, information = self.distribution(mean, epistemic), torch.log1p(epistemic / noise).sum(-1) / 2
-        return Marginal(mean, epistemic + noise, found, epistemic, noise, information=information)
+        law, information = partial(self.distribution, mean, epistemic), partial(independent_information, epistemic, noise)
+        return Marginal(mean, epistemic + noise, law, epistemic, noise, information=information)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
         """UnsupportedError: torch has no multivariate Student-t distribution."""

@@ -123,18 +123,18 @@ def functional_posteriors(
         require_outputs(shape, expected_outputs, inputs)
     gradients = Gradients(network, capture, layouts)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
-    if not bool(torch.isfinite(mean).all()):
+    if not math.isfinite(mean.detach().sum()):
         check_outputs(mean)
     device = mean.device
     diagonal = isinstance(outputs, str) and wants_variances(outputs, joint)
     if outputs is None or isinstance(outputs, str):
-        chosen, individual, picked = torch.arange(shape[-1], device=device), False, mean.view(shape).clone()
+        chosen, individual, picked, size = None, False, mean.view(shape).clone(), shape[-1]
     else:
         chosen, picked = output_indices(outputs, shape).to(device), mean.view(shape)
-        individual = chosen.ndim > 1
+        individual, size = chosen.ndim > 1, chosen.shape[-1]
         picked = picked.gather(-1, chosen) if individual else picked[..., chosen]
-    kept = (*shape[:-1], chosen.shape[-1])
-    final = (*kept, *kept) if joint else kept if diagonal else (*kept, chosen.shape[-1])
+    kept = (*shape[:-1], size)
+    final = (*kept, *kept) if joint else kept if diagonal else (*kept, size)
     n_bytes = math.prod(final) * mean.element_size() * len(factor_sets)
     if n_bytes > QUICK_BYTES:
         fix = 'Pass fewer inputs at a time, or ask for outputs="diagonal".'
@@ -144,7 +144,8 @@ def functional_posteriors(
     # Gradients of a linear output layer are known without one cotangent for each output.
     head = None
     if capture.pointwise and WHOLE not in factor_sets[0]:
-        head = output_layer_gradients(gradients, chosen.reshape(len(mean), -1) if individual else chosen)
+        each = torch.arange(size, device=device) if chosen is None else chosen
+        head = output_layer_gradients(gradients, each.reshape(len(mean), -1) if individual else each)
     if head is not None and head[0].key in factor_sets[0]:
         rows = head[1].features
         if centre is None:
@@ -163,7 +164,7 @@ def functional_posteriors(
         each = capture.cotangent_bytes // 2 + len(flat) * general * flat.element_size()  # of one cotangent
         allowed = budget(device)
         room = min(QUICK_BYTES if device.type == "cpu" else allowed, allowed // 2)
-        count = -(-chosen.shape[-1] // max(1, room // max(1, each)))
+        count = -(-size // max(1, room // max(1, each)))
         count = min(count, len(flat) // _LEAST_EXAMPLES) if diagonal else count
         count = min(len(flat), max(count, -(-each // max(1, room))))  # one cotangent must fit
         cuts = apart and not joint and not capture.pointwise and count > 1
@@ -180,10 +181,10 @@ def functional_posteriors(
             return again(inputs, outputs=outputs, apart=False)
         if each > allowed:
             require_room(each, f"the gradients of one output for {len(flat)} examples", device)
-        one_hot = chosen.view(*flat.shape[:2], -1) if individual else chosen
+        one_hot = None if chosen is None else chosen.view(*flat.shape[:2], -1) if individual else chosen
         centre = None if centre is None else centre.reshape(flat.shape)
-        forms = partial(_one_hot_forms, gradients, flat, one_hot, factor_sets, mode, centre)
-        covariances = _by_cotangents(forms, flat.shape[1], chosen.shape[-1], mode, max(1, room // max(1, each)))
+        forms = partial(_one_hot_forms, gradients, flat, one_hot, size, factor_sets, mode, centre)
+        covariances = _by_cotangents(forms, flat.shape[1], size, mode, max(1, room // max(1, each)))
     results = []
     for covariance in covariances:
         found_one = covariance.reshape(final).to(mean.dtype)
@@ -410,7 +411,8 @@ def _by_pairs(forms: _Forms, position: Tensor, capacity: int) -> list[Tensor]:
 def _one_hot_forms(
     gradients: Gradients,
     flat: Tensor,
-    chosen: Tensor,
+    chosen: Tensor | None,
+    size: int,
     factor_sets: Sequence[Mapping[str, Factor]],
     mode: str,
     centre: Tensor | None,
@@ -419,19 +421,20 @@ def _one_hot_forms(
 ) -> list[Tensor]:
     """Quadratic forms of the cotangents ``which``: number ``m K + k`` is the k-th chosen output of position m.
 
-    Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them, or ``[B, M, K]`` where each example has its own.
+    Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them, None for all, or ``[B, M, K]`` where each example has
+    its own.
     Their mean with weights ``centre [B, M, C]`` is taken from the chosen ones.
     """
     n, positions, n_outputs = flat.shape
-    number, position = (which % chosen.shape[-1], which // chosen.shape[-1]) if positions > 1 else (which, 0 * which)
-    if chosen.ndim == 1:
-        columns = (position * n_outputs + chosen.cpu()[number]).to(flat.device)
-        units = flat.new_zeros(len(which), positions * n_outputs).scatter_(1, columns.unsqueeze(1), 1.0)
+    if chosen is None or chosen.ndim == 1:
+        columns = which if chosen is None else which // size * n_outputs + chosen.cpu()[which % size]
+        units = flat.new_zeros(len(which), positions * n_outputs).scatter_(1, columns.to(flat.device).unsqueeze(1), 1.0)
         units = units.view(-1, 1, positions, n_outputs).expand(-1, n, -1, -1)  # all examples share one memory
         if centre is not None:
-            units = units.clone()
+            position, units = which // size, units.clone()
             units[torch.arange(len(which)), :, position] -= centre[:, position].transpose(0, 1)
     else:
+        number, position = which % size, which // size
         units = flat.new_zeros(len(which), n, positions, n_outputs)
         example = torch.arange(n)[:, None]
         units[torch.arange(len(which)), example, position, chosen.cpu()[example, position, number]] = 1

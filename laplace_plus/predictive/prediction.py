@@ -352,7 +352,7 @@ class Prediction:
             UnsupportedError: If the likelihood only gives its log-density.
         """
         if self.marginal is not None and self.marginal.information is not None:
-            return self.marginal.information
+            return self.marginal.information()
         samples, parts = self.functional_samples.flatten(1, -2), []
         each = 8 * samples[:, :1].numel() * samples.element_size()
         for rows in slices(max(1, samples.shape[1]), each, 4 * CACHE_BYTES):

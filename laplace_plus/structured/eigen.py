@@ -52,7 +52,10 @@ class EigenFactor(Factor):
 
     @override
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
-        return coordinates.quadratic(self.values.reciprocal().to(coordinates.dtype), mode)
+        weights = self.values.reciprocal()
+        return coordinates.quadratic(
+            weights if weights.dtype == coordinates.dtype else weights.to(coordinates.dtype), mode
+        )
 
     @override
     def log_determinant(self) -> Tensor:

@@ -122,4 +122,4 @@ class MappedGradients(DerivedGradients):
         if isinstance(self.source, OutputLayerGradients):  # which need not be written out
             return self.source.times(self.matrix[0].to(self.dtype), examples).unflatten(-1, self.shape)
         values = self.source.dense(examples).flatten(3)
-        return times(values, self.matrix.to(values.dtype)).unflatten(-1, self.shape[1:])
+        return times(values, self.matrix).unflatten(-1, self.shape[1:])

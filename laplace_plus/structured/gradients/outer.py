@@ -42,6 +42,7 @@ _ENTRY, _NARROW, _WIDE = 10, 3, 32
 
 def times(rows: Tensor, matrices: Tensor) -> Tensor:
     """``x_g U_g`` for rows ``[..., G or 1, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
+    matrices = matrices if matrices.dtype == rows.dtype else matrices.to(rows.dtype)
     if rows.shape[-2] == len(matrices) == 1:
         return rows.contiguous() @ matrices[0]  # of others torch would make many small products
     lead = rows.shape[:-2]
@@ -98,23 +99,27 @@ class OuterGradients(ExampleGradients):
     def left(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Left side ``[V, b, S, G, o]`` of some examples."""
         left = self.raw_left if examples == _EVERY else self.raw_left[:, examples]
-        left = self.expand_left(left).to(self.dtype)
-        return times(left, self.left_basis.to(self.dtype)) if in_basis and self.left_basis is not None else left
+        left = left if self.expand_left is torch.positive else self.expand_left(left)
+        left = left if left.dtype == self.dtype else left.to(self.dtype)
+        return times(left, self.left_basis) if in_basis and self.left_basis is not None else left
 
     def right(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Right side ``[b, S, G or 1, i]`` of some examples."""
         right = self.raw_right if examples == _EVERY else self.raw_right[examples]
-        right = self.expand_right(right).to(self.dtype)
-        return times(right, self.right_basis.to(self.dtype)) if in_basis and self.right_basis is not None else right
+        right = right if self.expand_right is torch.positive else self.expand_right(right)
+        right = right if right.dtype == self.dtype else right.to(self.dtype)
+        return times(right, self.right_basis) if in_basis and self.right_basis is not None else right
 
     def in_basis(self, left: Tensor | None, right: Tensor) -> OuterGradients:
         """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` (None for the identity) and ``R [G or 1, i, i]``."""
-        dtype = torch.promote_types(self.dtype, right.dtype)
+        dtype = self.dtype if self.dtype == right.dtype else torch.promote_types(self.dtype, right.dtype)
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
-            rows = self.left(_FIRST if self.is_shared else _EVERY).to(dtype)
-            rows = rows if left is None else times(rows, left.to(dtype))
+            rows, columns = self.left(_FIRST if self.is_shared else _EVERY), self.right(_EVERY)
+            if dtype != self.dtype:
+                rows, columns = rows.to(dtype), columns.to(dtype)
+            rows = rows if left is None else times(rows, left)
             rows = rows.expand(-1, self.n_examples, -1, -1, -1) if self.is_shared else rows
-            return OuterGradients(times(self.right(_EVERY).to(dtype), right.to(dtype)), rows, compute_dtype=dtype)
+            return OuterGradients(times(columns, right), rows, compute_dtype=dtype)
         left_basis = self.left_basis if left is None or self.left_basis is None else self.left_basis @ left
         return replace(
             self,
@@ -159,7 +164,7 @@ class OuterGradients(ExampleGradients):
                 values = values if late_right is None else values @ late_right.to(self.dtype)
                 values = values.unflatten(2, (self.n_cotangents, -1))
                 if late_left is not None:  # one product for all examples and columns: [b, V, i, G, o] times L
-                    by_row = times(values.permute(0, 2, 4, 1, 3), late_left.to(self.dtype))
+                    by_row = times(values.permute(0, 2, 4, 1, 3), late_left)
                     values = by_row.permute(0, 3, 1, 4, 2)
                 yield cut, slice(start, start + step), values
 
@@ -268,7 +273,8 @@ class OuterGradients(ExampleGradients):
         if self.is_shared and left.shape[2] <= len(scale):  # one product, with a table no larger than the result
             pairs = (left[0, :, None] * left[0]).flatten(0, 1)  # [V·V, G·o]
             return (scale @ pairs.T).unflatten(1, (left.shape[1], -1))
-        return (left * scale.unsqueeze(1)) @ left.mT
+        scaled = left * scale.unsqueeze(1)
+        return scaled @ left.mT if self.is_shared else torch.bmm(scaled, left.mT)
 
     def _written_quadratic(self, weights: Tensor, mode: str) -> Tensor:
         results, roots, v = [], weights.sqrt(), self.n_cotangents
