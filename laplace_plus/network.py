@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import _GeneratorContextManager, contextmanager, nullcontext, suppress
+from contextlib import _GeneratorContextManager, contextmanager, nullcontext
 from operator import attrgetter, is_
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -156,6 +156,8 @@ class Network:
         self.function: Callable[..., Any] | None = None
         # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
         self.kept: dict[str, Any] = {}
+        # Where the tensors were when their entries were last looked up, and views of these.
+        self._entries: tuple[list[Any], list[list[Tensor]]] = [], []
         with turn(self.model):
             refuse_unsuitable(self.model)
             self.select_last_layer(None)
@@ -406,30 +408,45 @@ class Network:
         for module in self.held.modules:
             if MERGED in vars(module):
                 found.append(adapter_state(module))
-        entries: dict[Any, list[Tensor]] = {}
-        for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
-            found.append((name, id(tensor)))
-            part, step = tensor.detach(), 1
-            if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
-                part = part.to_sparse_coo().coalesce()
-                entries.setdefault((torch.long, part.device), []).append(part.indices().flatten())
-                part = part.values()
-            elif type(tensor) not in (Tensor, nn.Parameter):
-                part = part.double()
-            else:
-                with suppress(RuntimeError):  # of inference mode, and of tensors without storage
-                    found.append((tensor.data_ptr(), tensor._version))
-                if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
-                    part = part.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-                if tensor.numel() > _WHOLE:
-                    step = tensor.numel() // _SAMPLED | 1
-            part = part.flatten()
-            entries.setdefault((part.dtype, part.device), []).append(part[::step] if step > 1 else part)
-        for own in entries.values():
+        held, stays = self.held, True
+        for named in (held.parameters, held.buffers):
+            for name, tensor in named.items():
+                try:
+                    found.append((name, id(tensor), tensor.data_ptr(), tensor._version))
+                    stays = stays and type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
+                except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
+                    found.append((name, id(tensor)))
+                    stays = False
+        place, entries = self._entries
+        if place != found or not stays:
+            entries = _entries_of((*held.parameters.values(), *held.buffers.values()))
+            self._entries = found.copy(), entries
+        for own in entries:
             found.append(torch.cat(own).view(torch.uint8).cpu().numpy().tobytes())
         if self.kept:
             self.kept["mark"] = found
         return found
+
+
+def _entries_of(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """What :meth:`Network.mark` reads, by type and device: views into plain tensors, and copies of others."""
+    entries: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        part, step = tensor.detach(), 1
+        if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
+            part = part.to_sparse_coo().coalesce()
+            entries.setdefault((torch.long, part.device), []).append(part.indices().flatten())
+            part = part.values()
+        elif type(tensor) not in (Tensor, nn.Parameter):
+            part = part.double()
+        else:
+            if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
+                part = part.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+            if tensor.numel() > _WHOLE:
+                step = tensor.numel() // _SAMPLED | 1
+        part = part.flatten()
+        entries.setdefault((part.dtype, part.device), []).append(part[::step] if step > 1 else part)
+    return [*entries.values()]
 
 
 def _detached(parameter: Tensor) -> Tensor:

@@ -421,8 +421,7 @@ def _one_hot_forms(
 ) -> list[Tensor]:
     """Quadratic forms of the cotangents ``which``: number ``m K + k`` is the k-th chosen output of position m.
 
-    Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them, None for all, or ``[B, M, K]`` where each example has
-    its own.
+    Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them (None for all), or ``[B, M, K]`` of each example.
     Their mean with weights ``centre [B, M, C]`` is taken from the chosen ones.
     """
     n, positions, n_outputs = flat.shape
