@@ -148,9 +148,9 @@ class GaussianPrior:
 
 def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: bool = False) -> Tensor:
     precision = _checked_shape("precision", precision, (layers, n))
-    low, high = precision.detach().aminmax()  # NaN is both
-    enough = low.item() >= 0 if flat else low.item() > 0
-    if not (enough and high.item() < float("inf")):
+    ends = precision.detach()
+    low, high = [ends.item()] * 2 if ends.ndim == 0 else [end.item() for end in ends.aminmax()]  # NaN is both
+    if not (low >= 0 if flat else low > 0) or not high < float("inf"):
         expected = "finite precisions >= 0" if flat else "positive, finite precisions"
         raise ConfigurationError("The prior precision is not proper.", expected=expected, got=_extent(precision))
     return precision

@@ -60,7 +60,7 @@ class LaplaceModel:
 
     def prior(self, precision: Any) -> GaussianPrior:
         """The prior at a precision (0-d, ``[L]`` or ``[P]``), which is checked."""
-        return self._unit_prior.with_precision(as_hyperparameter(precision))
+        return self._unit_prior.with_precision(precision)
 
     @property
     def n_layers(self) -> int:
@@ -184,6 +184,10 @@ class LaplaceModel:
             raise UnsupportedError(what, expected="a posterior after fit()", got="one from given variances", fix=fix)
         return self.likelihood.log_likelihood(self.statistics, noise_std)
 
+    @cached_property
+    def _own_log_likelihood(self) -> Tensor:
+        return self.log_likelihood()
+
     def log_marginal_likelihood(self, precision: Any, temperature: Any = 1.0, noise_std: Any = None) -> Tensor:
         """The evidence, 0-d float64; differentiable in all three arguments; errors as :meth:`factors`."""
         prior = self.prior(precision)
@@ -193,8 +197,9 @@ class LaplaceModel:
         scatter = precision * self.scatter(prior.structure)
         scatter = scatter.sum() if scatter.ndim else scatter
         log_ratio = self._log_ratio(prior.structure, precision, weights)
-        fit = self.log_likelihood(noise_std).to(scatter.device) / temperature
-        return fit - (scatter + log_ratio) / 2
+        fit = self._own_log_likelihood if noise_std is None else self.log_likelihood(noise_std)
+        fit = fit.to(scatter.device) / temperature
+        return torch.sub(fit, scatter + log_ratio, alpha=0.5)
 
     def effective_dimension(self, precision: Any, temperature: Any = 1.0) -> Tensor:
         """``γ = P − tr(Λ⁻¹ P₀)``, 0-d float64: the sum of ``∂ (log det P₀ − log det Λ)/∂ log λ`` over precisions λ."""
