@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.nn.functional import one_hot
+from torch.special import log_ndtr
 
 from laplace_plus._memory import CACHE_BYTES, CHUNK_BYTES, slices
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
@@ -75,6 +76,24 @@ def _nodes(count: int, total: float = 1.0) -> dict[torch.dtype, Tensor]:
 _TIMES, _NODES = _nodes(24), _nodes(20, (2 * math.pi) ** -0.5)
 """Nodes of the outer and of the inner integral. Against quadrature with 50 times as many, the largest error of a
 probability was 3e-4 for variances up to 100, 6e-4 up to 1000, and 2e-2 beyond."""
+
+def _scales(count: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+    """Variances ``τ²`` and logarithms of weights: for τ by its density, the logistic distribution is ``E N(0, τ²)``.
+
+    τ/2 is distributed as Kolmogorov's statistic (Stefanski, 1991, "A normal scale mixture representation of the
+    logistic distribution"). With 32 nodes, ``E σ`` is off by 1e-12, and its logarithm by 1e-6 for logits down to −30.
+    """
+    tau = torch.linspace(math.log(0.4), math.log(12), count, dtype=torch.float64, device="cpu").exp()
+    terms = torch.arange(1, 30, dtype=torch.float64, device="cpu")[:, None] ** 2
+    late = tau**2 * (terms * (2 * (terms % 2) - 1) * torch.exp(-terms * tau**2 / 2)).sum(0)
+    rates = (4 * terms - 4 * terms.sqrt() + 1) * math.pi**2 / 2  # of the same, by its other series
+    early = ((2 * rates / tau**2 - 1) / tau * torch.exp(-rates / tau**2)).sum(0)
+    density = torch.where(tau < 1.5, math.sqrt(2 * math.pi) * early, late)
+    nodes = torch.stack([tau**2, (density / density.sum()).log()])
+    return {dtype: tuple(nodes.to(dtype)) for dtype in (torch.float32, torch.float64)}
+
+
+_SCALES = _scales(32)
 
 _SMOOTH = 3.0
 """A class ``(s + 2)²`` or more below a time, of deviation s up to 3, needs no inner integral. No probability of 105
@@ -340,6 +359,14 @@ def independent_variances(mean: Tensor, covariance: Tensor) -> Tensor:
 
 def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     """Logarithms of the probabilities that each logit is the largest after Gumbel noise, ``[..., C]``."""
+    if mean.shape[-1] == 2:  # noqa: PLR2004 - E σ of the difference of two, which is Gaussian
+        entries = covariance.flatten(mean.dim() - 1)
+        variance = entries[..., 0] + entries[..., -1]
+        if entries.shape[-1] > 2:  # noqa: PLR2004
+            variance = variance - entries[..., 1] - entries[..., 2]
+        scales, log_weights = (own.to(mean.device) for own in _SCALES[mean.dtype])
+        half = (mean[..., :1] - mean[..., 1:]) * (variance.clamp_min(0.0).unsqueeze(-1) + scales).rsqrt()
+        return (log_ndtr(torch.stack([half, -half], -2)) + log_weights).logsumexp(-1)
     variance = independent_variances(mean, covariance) if covariance.dim() > mean.dim() else covariance
     shape, mean, variance = mean.shape, mean.flatten(0, -2), variance.flatten(0, -2)
     p = mean.softmax(-1)
