@@ -28,12 +28,11 @@ from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 
 
-@dataclass(frozen=True)
-class ParameterRows:
+class ParameterRows(NamedTuple):
     """The parameter of that name, or ``count`` consecutive rows of it from ``start`` on; None for all."""
 
     name: str
-    count: int | None
+    count: int | None  # type: ignore[assignment]
     start: int
 
 
@@ -87,13 +86,13 @@ class Call(ABC):
     transposed = False
 
     # Set when the call is recorded: the number of writes to the input so far, a name that the same call has in every
-    # batch, the position of the output in the autograd graph, and the output's shape with an empty tensor of its type.
+    # batch, the position of the output in the autograd graph, and the output's shape, type and device.
     # Once the examples have been looked for: their axis, None where the call is left to the general path.
     version: int = field(init=False, repr=False)
     label: str = field(init=False, repr=False)
     edge: GradientEdge = field(init=False, repr=False)
     output_shape: torch.Size = field(init=False, repr=False)
-    output_like: Tensor = field(init=False, repr=False)
+    output_like: dict[str, Any] = field(init=False, repr=False)
     axis: ExampleAxis | None = field(init=False, repr=False)
 
     @property

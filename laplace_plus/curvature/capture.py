@@ -109,7 +109,7 @@ class _Recorder(TorchFunctionMode):
                     return _attention_body(*args, **kwargs)
             finally:
                 self.packed = packed
-        tensors = _tensors((args, kwargs))
+        tensors = _tensors((args, kwargs) if kwargs else args)
         used = tuple(filter(None, map(self.rows.get, map(id, tensors))))
         call, rows = None, used
         if used and func in RULES:
@@ -141,7 +141,8 @@ class _Recorder(TorchFunctionMode):
         for tensor in tensors if self.tables else ():
             if id(tensor) in self.tables and _tensors(output):  # queries such as .shape return none
                 is_sum = func in _SUMS and not kwargs and output.requires_grad
-                place = (output.new_empty(0), output.shape, get_gradient_edge(output)) if is_sum else None
+                like = {"dtype": output.dtype, "device": output.device}
+                place = (like, output.shape, get_gradient_edge(output)) if is_sum else None
                 self.tables[id(tensor)].append(place)
         if call is not None:
             output = self._record(call, rows, output) if rows else output
@@ -184,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         label = _label(rows)
         self.counts[label] = self.counts.get(label, 0) + 1
         call.label, call.packed, call.edge = f"{label}#{self.counts[label]}", self.packed, get_gradient_edge(output)
-        call.output_shape, call.output_like = output.shape, output.new_empty(0)
+        call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
         if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
             call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
         if not self.keep_graph:
@@ -291,7 +292,7 @@ class Capture:
         for call in recorder.calls:
             if uncovered.isdisjoint(map(_NAME, call.rows)):
                 self.calls.append(call)
-                self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like.element_size()
+                self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like["dtype"].itemsize
         self.output_shape = arranged.shape
         self.order: Tensor | None = None
         self.pointwise = len(self.calls) == 1 and not uncovered and self.calls[0].pointwise
@@ -352,7 +353,7 @@ class Capture:
         gradients = []
         for call, gradient in zip(self.calls, found, strict=True):
             if gradient is None:
-                gradient = call.output_like.new_zeros(len(cotangents), *call.output_shape)
+                gradient = torch.zeros(len(cotangents), *call.output_shape, **call.output_like)
             gradients.append(gradient)
         return gradients
 

@@ -106,7 +106,8 @@ class Gradients:
                 pointwise, order = self.capture.pointwise, self.capture.order
                 shape = call.output_shape if pointwise else self.capture.output_shape
                 use = call.gradients(gradients[number], shape[0], call.axis)
-                if pointwise and isinstance(use, OuterGradients):  # each position is an example
+                moved = isinstance(use, OuterGradients) and (use.n_positions > 1 or order is not None)
+                if pointwise and moved and isinstance(use, OuterGradients):  # each position is an example
                     every = slice(0, use.n_examples)
                     right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)
                     right, left = (right, left) if order is None else (right[order], left[:, order])
