@@ -23,6 +23,7 @@ from laplace_plus import (
     metrics,
     plotting,
     reconstruction,
+    serving,
     structured,
     uses,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "metrics",
     "plotting",
     "reconstruction",
+    "serving",
     "structured",
     "testing",
     "train_data_emphasized",

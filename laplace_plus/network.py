@@ -25,13 +25,11 @@ from laplace_plus._memory import budget, memory_budget, slices
 from laplace_plus.adapters import MERGED, adapter_state
 from laplace_plus.differentiability import Shared, differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
+from laplace_plus.entries import entries_of
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.example_gradients import per_example_gradients
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.selection import Selected, Selection, select, uses
-
-_WHOLE, _SAMPLED = 4096, 512
-"""Entries up to which each public method compares all of a tensor, and how many of a larger one."""
 
 _own_parameters, _own_buffers = attrgetter("_parameters"), attrgetter("_buffers")  # a module's, without its submodules'
 
@@ -238,7 +236,11 @@ class Network:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Detached views of all parameters, selected or not; of tied ones that are not selected, one for each use."""
-        result = {name: _detached(parameter) for name, parameter in self.held.parameters.items()}
+        result = {}
+        for name, parameter in self.held.parameters.items():
+            # Frozen ones of a class of their own stay as they are: quantised weights keep their scales as attributes.
+            is_plain = parameter.requires_grad or type(parameter) is nn.Parameter
+            result[name] = parameter.detach() if is_plain else parameter
         for name in self._apart:
             result[name] = self.held.places[name][2].detach()
         return result
@@ -309,7 +311,11 @@ class Network:
                             for name, buffer in held.buffers.items():  # copies: some modules write to them even so
                                 values[id(buffer)] = known[name] if name in known else buffer.clone()
                             for name, parameter in held.parameters.items():
-                                values[id(parameter)] = known[name] if name in known else _detached(parameter)
+                                own = known.get(name)
+                                if own is None:  # an attribute takes long under modes
+                                    plain = parameter.requires_grad or type(parameter) is nn.Parameter
+                                    own = parameter.detach() if plain else parameter
+                                values[id(parameter)] = own
                             for name, (place, key, tensor) in held.places.items():
                                 place[key] = known[name] if name in known else values[id(tensor)]
                             found.append((self.function or self.model)(*arguments, **keywords))
@@ -419,39 +425,13 @@ class Network:
                     stays = False
         place, entries = self._entries
         if place != found or not stays:
-            entries = _entries_of((*held.parameters.values(), *held.buffers.values()))
+            entries = entries_of((*held.parameters.values(), *held.buffers.values()))
             self._entries = found.copy(), entries
         for own in entries:
             found.append(torch.cat(own).view(torch.uint8).cpu().numpy().tobytes())
         if self.kept:
             self.kept["mark"] = found
         return found
-
-
-def _entries_of(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """What :meth:`Network.mark` reads, by type and device: views into plain tensors, and copies of others."""
-    entries: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        part, step = tensor.detach(), 1
-        if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
-            part = part.to_sparse_coo().coalesce()
-            entries.setdefault((torch.long, part.device), []).append(part.indices().flatten())
-            part = part.values()
-        elif type(tensor) not in (Tensor, nn.Parameter):
-            part = part.double()
-        else:
-            if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
-                part = part.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-            if tensor.numel() > _WHOLE:
-                step = tensor.numel() // _SAMPLED | 1
-        part = part.flatten()
-        entries.setdefault((part.dtype, part.device), []).append(part[::step] if step > 1 else part)
-    return [*entries.values()]
-
-
-def _detached(parameter: Tensor) -> Tensor:
-    # Frozen ones of a class of their own stay as they are: quantised weights keep their scales as attributes.
-    return parameter.detach() if type(parameter) is nn.Parameter or parameter.requires_grad else parameter
 
 
 def refuse_unsuitable(model: nn.Module) -> None:

@@ -77,6 +77,7 @@ _TIMES, _NODES = _nodes(24), _nodes(20, (2 * math.pi) ** -0.5)
 """Nodes of the outer and of the inner integral. Against quadrature with 50 times as many, the largest error of a
 probability was 3e-4 for variances up to 100, 6e-4 up to 1000, and 2e-2 beyond."""
 
+
 def _scales(count: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
     """Variances ``τ²`` and logarithms of weights: for τ by its density, the logistic distribution is ``E N(0, τ²)``.
 
@@ -361,12 +362,14 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     """Logarithms of the probabilities that each logit is the largest after Gumbel noise, ``[..., C]``."""
     if mean.shape[-1] == 2:  # noqa: PLR2004 - E σ of the difference of two, which is Gaussian
         entries = covariance.flatten(mean.dim() - 1)
-        variance = entries[..., 0] + entries[..., -1]
+        variance = entries[..., :1] + entries[..., -1:]
         if entries.shape[-1] > 2:  # noqa: PLR2004
-            variance = variance - entries[..., 1] - entries[..., 2]
+            variance = variance - entries[..., 1:2] - entries[..., 2:3]
+        variance, ahead = variance.clamp_min(0.0), mean - mean.flip(-1)
         scales, log_weights = (own.to(mean.device) for own in _SCALES[mean.dtype])
-        half = (mean[..., :1] - mean[..., 1:]) * (variance.clamp_min(0.0).unsqueeze(-1) + scales).rsqrt()
-        return (log_ndtr(torch.stack([half, -half], -2)) + log_weights).logsumexp(-1)
+        units = ahead.unsqueeze(-1) * (variance.unsqueeze(-1) + scales).rsqrt()
+        logits = (log_ndtr(units) + log_weights).logsumexp(-1)
+        return torch.where(ahead < -20 - 1.5 * variance, ahead + variance / 2, logits)  # there σ is exp
     variance = independent_variances(mean, covariance) if covariance.dim() > mean.dim() else covariance
     shape, mean, variance = mean.shape, mean.flatten(0, -2), variance.flatten(0, -2)
     p = mean.softmax(-1)

@@ -42,7 +42,8 @@ class StudentTNoise(RealTargets):
         if link != "exact":
             raise unknown_link(self, link)
         epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
-        law, information = partial(self.distribution, mean, epistemic), partial(independent_information, epistemic, noise)
+        law = partial(self.distribution, mean, epistemic)
+        information = partial(independent_information, epistemic, noise)
         return Marginal(mean, epistemic + noise, law, epistemic, noise, information=information)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:

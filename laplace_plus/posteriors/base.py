@@ -317,7 +317,7 @@ class Posterior(Called):
         if result.noise_std is not None:
             self.noise_std = result.noise_std
         self.tuning, self.link, self.covariance_scale = result, result.link, result.covariance_scale
-        self._tangent_mean = result.vector if result.predictive_mean == "tangent" else None
+        self.tangent_mean = result.vector if result.predictive_mean == "tangent" else None
 
     def summary(self) -> Summary:
         """Which parameter is treated how; NotFittedError: before :meth:`fit`."""

@@ -16,9 +16,9 @@ from laplace_plus.likelihoods import Categorical
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.posteriors.freezing import FrozenPosterior, freeze
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.predicting import Predicting
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.posteriors.through import LastToken, Through
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import stacked
@@ -69,18 +69,20 @@ class Called(Predicting):
         return stacked(found)
 
     @full_precision
-    def freeze(self, x: Any = None) -> FrozenPosterior:
+    def freeze(self, x: Any = None, *, link: str | None = None) -> Any:
         """A module for serving, which ``torch.compile``, ``torch.export``, ONNX export and ``torch.jit.trace`` take.
 
         It holds copies, is called as the network is, and returns mean, variance, functional mean and its variance at
-        the default link. It is compared with :meth:`predictive` on ``x`` or else training data: ``docs/serving.md``.
+        ``link``, by default that of :meth:`predictive`. It is compared with that on ``x`` or else training data:
+        ``docs/serving.md``.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            UnsupportedError: Anything but a Gaussian posterior over a last layer, or the link ``"mc"``.
-            ConfigurationError: Without ``x``, if the training data are not at hand.
+            UnsupportedError: Anything but a Gaussian posterior over a last layer, or ``lp.KFAC`` or ``lp.Diagonal`` of
+                layers that rules describe; the link ``"mc"``.
+            ConfigurationError: Without ``x``, if the training data are not at hand; an unknown link.
         """
-        return freeze(self, x)
+        return ADDED["freeze"](self, x, link)
 
     def through(self, function: Callable[..., Any], likelihood: Any = None) -> Through:
         """The posterior of another output of the same weights: a decoder's image, the logits at some position, a field.

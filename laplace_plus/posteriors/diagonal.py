@@ -8,7 +8,7 @@ from torch import nn
 
 from laplace_plus.curvature import DiagonalStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.moments import ADDED
+from laplace_plus.posteriors.registry import ADDED
 
 
 class Diagonal(GaussianPosterior):

@@ -29,7 +29,8 @@ from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, c
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.configuration import check_positive as positive
-from laplace_plus.posteriors.moments import ADDED, Moments
+from laplace_plus.posteriors.moments import Moments
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
     FitSums,
@@ -228,7 +229,7 @@ class GaussianPosterior(Moments):
             self._prior_groups = None
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             self.prior()  # refuses a prior of another shape
-        self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, mean, None, None
+        self._sums, self._vector, self._factor_cache, self.tangent_mean = sums, mean, None, None
         self.link, self.covariance_scale = None, 1.0
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
@@ -395,7 +396,7 @@ class GaussianPosterior(Moments):
                 raise UnsupportedError("Samples pass no gradients to x.", expected="n_samples=None for an exact result")
             with torch.no_grad():
                 return moments(*self._pushed(x, generator, n_samples), joint=joint, outputs=outputs)
-        if differentiable and self._tangent_mean is not None:
+        if differentiable and self.tangent_mean is not None:
             # Third derivatives of torch's fused normalisations are wrong.
             what = "Predictions around the tangent model's optimum pass no gradients to x."
             raise UnsupportedError(what, expected='posterior.predictive_mean = "network"', got='"tangent"')
@@ -411,9 +412,9 @@ class GaussianPosterior(Moments):
             expected_outputs=self.n_outputs or None,
             layouts=next(zip(*self._sums.curvature.blocks, strict=True)),
         )[0]
-        if self._tangent_mean is None:
+        if self.tangent_mean is None:
             return found
-        shift = self.network.tangent(x, self._tangent_mean - self.mean)  # J(x) (θ* − θ̃)
+        shift = self.network.tangent(x, self.tangent_mean - self.mean)  # J(x) (θ* − θ̃)
         if outputs is not None and not isinstance(outputs, str):
             chosen = output_indices(outputs, shift.shape).to(shift.device)
             shift = shift.gather(-1, chosen) if chosen.ndim > 1 else shift[..., chosen]
@@ -428,18 +429,18 @@ class GaussianPosterior(Moments):
         Raises:
             ConfigurationError: Setting ``"tangent"`` without such a tuning.
         """
-        return "network" if self._tangent_mean is None else "tangent"
+        return "network" if self.tangent_mean is None else "tangent"
 
     @predictive_mean.setter
     def predictive_mean(self, value: Literal["network", "tangent"]) -> None:
         check_choice("mean of predictions", value, ("network", "tangent"))
         if value == "network":
-            self._tangent_mean = None
-        elif self._tangent_mean is None:
+            self.tangent_mean = None
+        elif self.tangent_mean is None:
             if self.tuning is None or self.tuning.vector is None:
                 what, got = "The tangent model's optimum is not known.", "no such tuning since the fit"
                 raise ConfigurationError(what, expected='fit_prior_precision(evidence="tangent") first', got=got)
-            self._tangent_mean = self.tuning.vector
+            self.tangent_mean = self.tuning.vector
 
     @override
     def summary(self) -> Summary:
@@ -476,7 +477,7 @@ class GaussianPosterior(Moments):
         sums = self.sums
         blocks, tensors = curvature_state(sums.curvature)
         tensors |= {"statistics": sums.statistics, "vector": self.mean}
-        optional = {"tangent_mean": self._tangent_mean, "travelled": sums.travelled}
+        optional = {"tangent_mean": self.tangent_mean, "travelled": sums.travelled}
         tensors |= {name: own for name, own in optional.items() if own is not None}
         header = {"blocks": blocks, "link": self.link, "covariance_scale": self.covariance_scale}
         return {**header, "continued": self.earlier is not None}, tensors
@@ -494,6 +495,6 @@ class GaussianPosterior(Moments):
         sums = FitSums(curvature, statistics, self.n_data, self.n_outputs, travelled)
         self.earlier = ADDED["lost"] if header.get("continued") else None
         self.adopt(sums, tensors["vector"])
-        self._tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
+        self.tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
         check_positive(covariance_scale=header.get("covariance_scale", 1.0))
         self.covariance_scale = float(header.get("covariance_scale", 1.0))

@@ -15,11 +15,9 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.likelihoods.base import describe
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.selection import Selection
 from laplace_plus.structured import Factor
-
-ADDED: dict[str, Any] = {}
-"""What modules above add by name: how a checkpoint keeps a fit (``posteriors.resuming``), and what ``uses`` does."""
 
 
 class Moments(Posterior):

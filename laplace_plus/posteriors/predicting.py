@@ -34,7 +34,7 @@ class Predicting(Stored, ABC):
     other_likelihood: Likelihood | None = None
     """That of the predictions, where they are of other outputs than the fit's; see :meth:`Posterior.through`."""
 
-    _tangent_mean: Tensor | None = None
+    tangent_mean: Tensor | None = None
     """The tangent model's optimum, where linearised predictions have it as their mean."""
 
     @property
@@ -154,7 +154,7 @@ class Predicting(Stored, ABC):
         if chosen == "sampled" or first == "mc":
             self.check_samples(n_samples, x)
         if chosen == "sampled":
-            if self._tangent_mean is not None or link not in (None, "mc") or differentiable:
+            if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
                 what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
                 expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
                 got = f'method="sampled", link={link!r}, differentiable={differentiable}'
@@ -215,7 +215,7 @@ class Predicting(Stored, ABC):
 
     def _mean_shift(self, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
-        shift = (self.mean if self._tangent_mean is None else self._tangent_mean) - self.network.vector()
+        shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
         parts = self.network.cut(x, 4 * (self.network.bytes_per_example or 0)) if bool(shift.any()) else []
         return torch.cat([self.network.tangent(part, shift) for part in parts]) if parts else 0.0
 

@@ -25,7 +25,8 @@ from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Operator
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.moments import ADDED, Moments
+from laplace_plus.posteriors.moments import Moments
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import FitSums
 from laplace_plus.posteriors.training_data import require_restartable

@@ -126,9 +126,9 @@ def functional_posteriors(
     if not math.isfinite(mean.detach().sum()):
         check_outputs(mean)
     device = mean.device
-    diagonal = isinstance(outputs, str) and wants_variances(outputs, joint)
+    diagonal, chosen = isinstance(outputs, str) and wants_variances(outputs, joint), cast(Any, None)
     if outputs is None or isinstance(outputs, str):
-        chosen, individual, picked, size = None, False, mean.view(shape).clone(), shape[-1]
+        individual, picked, size = False, mean.view(shape).clone(), shape[-1]
     else:
         chosen, picked = output_indices(outputs, shape).to(device), mean.view(shape)
         individual, size = chosen.ndim > 1, chosen.shape[-1]
@@ -144,8 +144,8 @@ def functional_posteriors(
     # Gradients of a linear output layer are known without one cotangent for each output.
     head = None
     if capture.pointwise and WHOLE not in factor_sets[0]:
-        each = torch.arange(size, device=device) if chosen is None else chosen
-        head = output_layer_gradients(gradients, each.reshape(len(mean), -1) if individual else each)
+        positions = torch.arange(size, device=device) if chosen is None else chosen
+        head = output_layer_gradients(gradients, positions.reshape(len(mean), -1) if individual else positions)
     if head is not None and head[0].key in factor_sets[0]:
         rows = head[1].features
         if centre is None:

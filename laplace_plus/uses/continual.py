@@ -22,7 +22,7 @@ from laplace_plus.distributed import sharded_source
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network, unwrap
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
-from laplace_plus.posteriors.moments import ADDED
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.selection import Selection, refine, select, uses
 from laplace_plus.uses.checks import require_posterior

@@ -24,7 +24,7 @@ from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.base import describe
 from laplace_plus.posteriors import Diagonal
-from laplace_plus.posteriors.moments import ADDED
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.selection import Selection
 from laplace_plus.structured import DiagonalBlock
 from laplace_plus.uses.task_sums import TaskSums

@@ -153,7 +153,7 @@ class SampledLaplace(SampleBased, ResumableFit):
             raise self.zero_curvature()
         vector = self.network.vector()
         solved = self._solve(problem, draws, None, checkpoint, progress=progress)
-        self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
+        self._draws, self._problem, self._vector, self.tangent_mean = draws, problem, vector, None
         self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
         self.data_sum = problem.curvature.data_sum
         self._ad_modes = ADModes()
@@ -293,12 +293,12 @@ class SampledLaplace(SampleBased, ResumableFit):
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         z = self._deviations()
-        if self._tangent_mean is not None:
-            z = torch.cat([z, (self._tangent_mean - self.mean).to(z)[None]])
+        if self.tangent_mean is not None:
+            z = torch.cat([z, (self.tangent_mean - self.mean).to(z)[None]])
         mean, deviations = pushed(
             self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
         )
-        return (mean, deviations) if self._tangent_mean is None else (mean + deviations[-1], deviations[:-1])
+        return (mean, deviations) if self.tangent_mean is None else (mean + deviations[-1], deviations[:-1])
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -315,13 +315,13 @@ class SampledLaplace(SampleBased, ResumableFit):
             "report.function_space": self._parts[0],
             "report.weight_space": self._parts[1],
         }
-        if self._tangent_mean is not None:
-            tensors["tangent_mean"] = self._tangent_mean
+        if self.tangent_mean is not None:
+            tensors["tangent_mean"] = self.tangent_mean
         return header, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self._vector, self._z, self._tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
+        self._vector, self._z, self.tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
         self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
         self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
         self._solved_at, self.data_sum = self._hyperparameters(), header.get("data_sum")

@@ -17,7 +17,9 @@ from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import MATRIX, Layout
 from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.likelihoods.base import unknown_link
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
+from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
@@ -64,10 +66,12 @@ class FrozenPosterior(nn.Module):
         return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
 
 
-def freeze(posterior: Any, x: Any = None) -> FrozenPosterior:
+def freeze(posterior: Any, x: Any = None, link: str | None = None) -> FrozenPosterior:
     """See :meth:`laplace_plus.Posterior.freeze`."""
     posterior.require_fit()
-    network, link = posterior.network, posterior.link or posterior.likelihood.links[0]
+    network, link = posterior.network, link or posterior.link or posterior.likelihood.links[0]
+    if link not in posterior.likelihood.links:
+        raise unknown_link(posterior.likelihood, link)
     if not hasattr(posterior, "factors"):
         raise _unsupported(f"{type(posterior).__name__} is no Gaussian of known covariance")
     if link == "mc" or any(item.mask is not None for item in network.selected):
@@ -88,7 +92,7 @@ def freeze(posterior: Any, x: Any = None) -> FrozenPosterior:
     needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
     frozen = FrozenPosterior(_Head(posterior, layouts[0], needed), posterior, link)
     for inputs in tries:
-        wanted: Any = posterior.predictive(inputs)
+        wanted: Any = posterior.predictive(inputs, link=link)
         mean, variance = wanted.functional_mean, _variance(wanted.functional_mean, wanted.functional_covariance)
         args, keywords = batches.bind(network.model, inputs)
         try:
@@ -101,6 +105,9 @@ def freeze(posterior: Any, x: Any = None) -> FrozenPosterior:
             if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
                 raise _unsupported("its copy does not predict what it predicts on the inputs given")
     return frozen
+
+
+ADDED["freeze"] = freeze
 
 
 def _unsupported(why: str) -> UnsupportedError:
@@ -121,7 +128,7 @@ class _Head(nn.Module):
     def __init__(self, posterior: Any, layout: Layout, needed: Any):
         super().__init__()
         model = copy.deepcopy(posterior.network.model).eval().requires_grad_(False)
-        network, name, vector = posterior.network, posterior.network.layers[0], posterior._tangent_mean
+        network, name, vector = posterior.network, posterior.network.layers[0], posterior.tangent_mean
         last = model.get_submodule(name)
         if name:
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
