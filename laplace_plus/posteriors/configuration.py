@@ -45,7 +45,8 @@ def full_precision(method: Method) -> Method:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.network.kept.get("inside") == get_ident():  # another public method of this thread
             return method(self, *args, **kwargs)
-        require_generator(kwargs.get("generator"))
+        if kwargs.get("generator") is not None:
+            require_generator(kwargs["generator"])
         context = exact_arithmetic(self.network, self._memory_budget)
         try:
             with context:
