@@ -172,7 +172,7 @@ class SWAG(Posterior):
         network.check_finite()
         vector = network.vector().to(self.network.device)
         if self._collected is None:
-            self.require_vectors(self.rank + 4, "The deviations")
+            self.require_vectors(self.rank + 4, "the deviations")
             self._collected = Snapshots(vector, self.rank)
         self._collected.add(vector)
         return self
@@ -184,7 +184,7 @@ class SWAG(Posterior):
             require_restartable(data, "SWAG passes over the data several times.")
         n_data, n_outputs = self._survey(data, progress)
         if path is None:
-            self.require_vectors(self.rank + 4, "The deviations")
+            self.require_vectors(self.rank + 4, "the deviations")
             path = Snapshots(self.network.vector(), self.rank)
             options: Any = {"name": "SWAG", "progress": progress, "generator": generator}
             self._training.follow(self.network, self.likelihood, data, path.add, **options)

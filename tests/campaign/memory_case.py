@@ -172,6 +172,7 @@ def tell(call: str, **found: Any) -> None:
 
 def main(name: str, method: str, budget: int, wanted: str, seconds: float) -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     # Imports, and buffers that libraries keep.
     small: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))

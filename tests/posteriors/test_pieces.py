@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus._memory import memory_budget
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.structured.gradients import DenseGradients
 
 N, WIDTH = 24, 40
 
@@ -141,6 +143,17 @@ def test_joint_covariances_are_the_same_within_any_budget(cls):
     posterior.memory_budget = 80_000  # less than the gradients of all outputs of an example, written out
     parts = posterior.functional_posterior(x, joint=True)
     assert torch.allclose(parts.covariance, whole.covariance, atol=1e-12 * float(whole.covariance.abs().max()))
+
+
+@pytest.mark.parametrize("vectors", [0.5, 1, 2, 3, 7, 100])
+def test_joint_products_are_cut_between_examples_and_cotangents(vectors):
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(3, 4, 1, 5, 6, generator=generator, dtype=torch.float64)  # [V, B, G, o, i]
+    weights = torch.rand(1, 5, 6, generator=generator, dtype=torch.float64)
+    with memory_budget(int(16 * vectors * weights.nbytes)):
+        found = DenseGradients(values).quadratic(weights, "joint")
+    expected = torch.einsum("vbgoi,goi,wcgoi->bvcw", values, weights, values)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [{"noise": "channel"}, {"noise": "element"}])

@@ -234,7 +234,7 @@ class ABNN(ResumableFit):
         if self.noise == "element":
             self._require_seen(next(iter(self.batches(data))))
         self.check_draws(n_members=self.n_members)
-        self.require_vectors(4 * self.n_members, "Fine-tuning")
+        self.require_vectors(4 * self.n_members, "fine-tuning")
         members = self._fine_tuned(data, start, progress=progress)
         self._members, self.mean, self.n_data, self.n_outputs = members, members.mean(0), start.n_data, start.n_outputs
         lost: list[float] = []

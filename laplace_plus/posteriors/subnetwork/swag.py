@@ -96,7 +96,7 @@ class DiagonalSWAG:
                 for batch in batches.iterate(data, device=network.device):
                     forward_parts(network, batch.inputs)
                     size = len(batch.target)  # which stays whole: batch normalisation makes examples depend
-                    each, what = 2 * (network.bytes_per_example or 0), f"a step of training on {size} examples"
+                    each, what = network.bytes_per_example or 0, f"a step of training on {size} examples"
                     require_room(size * each, what, network.device, if_given=True)
                     args, kwargs = batches.bind(moving, batch.inputs)
                     raw = torch.func.functional_call(moving, network.substitute(vector), args, kwargs)
