@@ -170,7 +170,7 @@ def tell(call: str, **found: Any) -> None:
     sys.stdout.flush()
 
 
-def main(name: str, method: str, budget: int, wanted: str, seconds: float) -> None:
+def main(name: str, method: str, budget: int, wanted: str, seconds: float, tell: Any = tell) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

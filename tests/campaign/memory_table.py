@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +50,25 @@ def measured(network: str, method: str, budget: int, calls: str, seconds: float 
     return {one.pop("call"): one for one in found}
 
 
-def forked(*case: Any) -> Found:
+def forked(network: str, method: str, budget: int, calls: str, seconds: float) -> Found:
     """As :func:`measured`, in a copy of this process."""
     import memory_case  # noqa: PLC0415  -- beside this script; the tests go without
 
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.dup2(writing, 1)
-            network, method, budget, calls, seconds = case
-            memory_case.main(network, method, budget * MIB, calls, seconds)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as lines:
-        found = [json.loads(line) for line in lines]
-    os.waitpid(child, 0)
-    return {one.pop("call"): one for one in found}
+    context, found = multiprocessing.get_context("fork"), {}
+    reading, writing = context.Pipe(duplex=False)
+
+    def tell(call: str, **one: Any) -> None:
+        writing.send((call, one))
+
+    child = context.Process(target=memory_case.main, args=(network, method, budget * MIB, calls, seconds, tell))
+    child.start()
+    writing.close()
+    with suppress(EOFError):
+        while True:
+            call, one = reading.recv()
+            found[call] = one
+    child.join()
+    return found
 
 
 def ratio(found: Found, call: str, budget: int) -> float:
