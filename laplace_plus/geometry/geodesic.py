@@ -54,9 +54,9 @@ def exponential_map(
         landscape: The loss surface, a function of ``[P]``, or one landscape for each geodesic.
         start: ``[P]``, or one for each geodesic, ``[k, P]``.
         velocities: ``[k, P]``.
-        rtol: Relative tolerance of a step's error. On small smooth networks, also of regression with little noise, the
-            default ends draws of a posterior within 1e-3 of a tighter solve; 1e-5 ends up to .02 away for two thirds of
-            the evaluations. With ReLUs, whose kinks shorten steps, 1e-3 takes a tenth.
+        rtol: Relative tolerance of a step's error. By default posterior draws of small smooth networks end within 1e-3
+            of a tighter solve; with 1e-5 they end within .02, for two thirds of the evaluations. With ReLUs, whose
+            kinks shorten steps, 1e-3 takes a tenth.
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap for each geodesic.
         max_energy_change: Relative change of the energy beyond which a step is repeated with a smaller one; what is

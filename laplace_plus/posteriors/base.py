@@ -335,7 +335,7 @@ class Posterior(Called):
                 if self._example is None:
                     self._example = cut(batch.inputs, [0, size - 1]) if can_be_cut(batch.inputs, size) else batch.inputs
                     if not torch.equal(before, random_state()):
-                        check_deterministic(self.network, batch.inputs)
+                        check_deterministic(self.network, batch.inputs, self._example, random_state)
         except EmptyDataError:
             if self.group is None:
                 raise

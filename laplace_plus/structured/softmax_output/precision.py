@@ -82,10 +82,7 @@ class SoftmaxOutputRows:
 
 
 class _Totals(NamedTuple):
-    """Float64 sums over all classes: K, ``Σ_c log det (I + S_c)``, ``Σ_c tr T_c``, and ``Σ_c P_c^½ T_c² P_c^½``.
-
-    The last one is zero where derivatives are not wanted.
-    """
+    """Float64 sums over classes: K, ``Σ log det (I + S_c)``, ``Σ tr T_c``, and if wanted ``Σ P_c^½ T_c² P_c^½``."""
 
     matrix: Tensor
     log_determinant: Tensor
@@ -270,10 +267,7 @@ class SoftmaxOutputFactor(Factor):
         return result + (shared.flatten(0, 1) @ shared.flatten(0, 1).T).view_as(result)
 
     def _prepares(self, n_examples: int) -> bool:
-        """Whether so many examples have been asked for that :meth:`_all_variances` pays off, and memory allows it.
-
-        Its preparation costs as much as about N examples cost without.
-        """
+        """Whether :meth:`_all_variances`, whose preparation costs what N examples cost without, pays off and fits."""
         self._n_asked += n_examples
         wanted = self.diagonal.ndim == 0 and 4 * self._n_asked >= self.n_rows
         return self._packed is not None or (wanted and self._affords(self.n_rows * (self.n_rows + 1) // 2))
