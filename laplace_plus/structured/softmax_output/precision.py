@@ -275,8 +275,7 @@ class SoftmaxOutputFactor(Factor):
     def _all_variances(self, features: Tensor) -> Tensor:
         """Variances of all outputs at features ``[B, i]``, ``[B, C]``, as one matrix product over pairs of rows.
 
-        With one precision δ they are ``φᵀφ/δ − kᵀ M_c k`` for ``k = Φ φ / δ`` and ``M_c = E_c − E_c K⁻¹ E_c``. Of the
-        pairs (m, n) and (n, m) of a symmetric matrix one is enough: half the memory and operations of ``M_c k``.
+        With one precision δ: ``φᵀφ/δ − kᵀ M_c k``, ``k = Φ φ / δ``; half of the symmetric ``M_c = E_c − E_c K⁻¹ E_c`` do.
         """
         s, t = torch.tril_indices(self.n_rows, self.n_rows, device=features.device)
         if self._packed is None:
