@@ -275,7 +275,7 @@ class SoftmaxOutputFactor(Factor):
     def _all_variances(self, features: Tensor) -> Tensor:
         """Variances of all outputs at features ``[B, i]``, ``[B, C]``, as one matrix product over pairs of rows.
 
-        With one precision δ: ``φᵀφ/δ − kᵀ M_c k``, ``k = Φ φ / δ``; half of the symmetric ``M_c = E_c − E_c K⁻¹ E_c`` do.
+        With one precision δ: ``φᵀφ/δ − kᵀ M_c k``, ``k = Φ φ / δ``, and half of symmetric ``M_c = E_c − E_c K⁻¹ E_c``.
         """
         s, t = torch.tril_indices(self.n_rows, self.n_rows, device=features.device)
         if self._packed is None:
