@@ -26,8 +26,14 @@ and of all parameters. A row without figures says what a package fails with."""
 
 # By how a quantity starts, and the network; empty for any.
 FLOORS = {
-    ("1000-class last layer, Full: fit and first predict 256", ""): "TODO",
-    ("EKFAC Monte Carlo fit", ""): "TODO",
+    ("1000-class last layer, Full: fit and first predict 256", ""): (
+        "1000 Cholesky decompositions and inverses of 256 × 256 and two products with each, .9 of the time that plain torch "
+        "takes for them in float64; float32 loses four digits, as their condition numbers are thousands"
+    ),
+    ("EKFAC Monte Carlo fit", ""): (
+        "the decompositions of six matrices of 785 to 1025 columns: LAPACK alone takes 6 epochs for them, the factors 1.3, "
+        "the second pass with its rotations the rest"
+    ),
     ("KFAC Monte Carlo factors", "resnet18"): "TODO",
 }
 """What takes the time where a target is missed."""
