@@ -16,7 +16,8 @@ mark of the process rises by in one call. Times are with an allocator that keeps
 anew in every call, which favours what needs much of it. Forward and epoch are a plain forward pass and one pass of
 forward and backward over the same inputs. Networks are trained, but for GPT-2, DistilBERT (with its adapters, too),
 ResNet-50 and mlp_1000, and prior precisions tuned before predictions, but for ResNet-50. Rows may come from several
-runs: each replaces what it measures again."""
+runs: each replaces what it measures again. Where there is no number of rounds, they were as many as took 8 CPU seconds,
+at least two, or one of 20 seconds."""
 
 PEERS = """\
 laplace-torch, curvlinops and BackPACK, as users would call them, in the same rounds: a figure below one says that
@@ -27,14 +28,16 @@ and of all parameters. A row without figures says what a package fails with."""
 # By how a quantity starts, and the network; empty for any.
 FLOORS = {
     ("1000-class last layer, Full: fit and first predict 256", ""): (
-        "1000 Cholesky decompositions and inverses of 256 × 256 and two products with each, .9 of the time that plain torch "
-        "takes for them in float64; float32 loses four digits, as their condition numbers are thousands"
+        "1000 Cholesky decompositions and inverses of 256 × 256, and two products with each: .9 of the time that plain "
+        "torch takes for them in float64, which condition numbers of thousands need"
     ),
     ("EKFAC Monte Carlo fit", ""): (
-        "the decompositions of six matrices of 785 to 1025 columns: LAPACK alone takes 6 epochs for them, the factors 1.3, "
-        "the second pass with its rotations the rest"
+        "the decompositions of six matrices of up to 1025 columns: LAPACK alone takes 6 epochs for them, the factors "
+        "1.3, and the second pass with its rotations the rest"
     ),
-    ("KFAC Monte Carlo factors", "resnet18"): "TODO",
+    ("KFAC Monte Carlo factors", "resnet18"): (
+        "measured while fits with sampled labels still ran the first batch, here all data, twice more: a quarter of it"
+    ),
 }
 """What takes the time where a target is missed."""
 
@@ -43,6 +46,8 @@ def cell(value: Any, digits: int = 3) -> str:
     """A value for a table."""
     if isinstance(value, bool):
         return "yes" if value else "**no**"
+    if value == float("inf"):
+        return ""
     if isinstance(value, float):
         return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
     return "" if value is None else str(value)
