@@ -111,12 +111,15 @@ def asymmetry(
 ) -> Estimate:
     """``‖J − Jᵀ‖ / ‖J‖`` in the Frobenius norm, over points ``[B, d]``: 0 for gradients of functions, 2 at most.
 
-    The root of a ratio of two of Hutchinson's estimates, with its standard error to first order. Arguments and errors
-    are those of :class:`conservative`; the points should not have served in training.
+    The root of a ratio of two of Hutchinson's estimates, with its standard error at these points, to first order; with
+    one probe for each it has the points' differences in it, and is too large. Arguments and errors are those of
+    :class:`conservative`; the points should not have served in training.
     """
     forward, backward = (one.detach() for one in conservative(n_probes, generator).products(model, points))
-    above, below = (one.square().sum(-1).flatten() for one in (forward - backward, forward))
+    above, below = (one.square().sum(-1) for one in (forward - backward, forward))  # [n, B]
     ratio = (above.mean() / below.mean()).sqrt()
-    spread = (above - ratio.square() * below).square().mean().sqrt() / below.mean() / len(above) ** 0.5
+    rest = above - ratio.square() * below
+    variance = rest.var(0).mean() if n_probes > 1 else rest.square().mean()
+    spread = (variance / above.numel()).sqrt() / below.mean()
     sem = torch.where(ratio > 0, spread / (2 * ratio), 0.0)
-    return Estimate(ratio, sem, matvecs=2 * len(above), converged=True, probes=len(above))
+    return Estimate(ratio, sem, matvecs=2 * above.numel(), converged=True, probes=above.numel())

@@ -50,8 +50,8 @@ ROOM = 64 << 20
 LIMIT = 20
 """Seconds for one load."""
 SAVED = [*CLASSES, *OTHER, *FURTHER, "calibrated Full", "calibrated KFAC"]
-PER_CLASS = {"damaged": 200, "forged header": 160, "forged tensors": 120}
-PER_WORK = {"damaged": 90, "forged header": 60, "forged tensors": 40}
+PER_CLASS = {"damaged": 110, "forged header": 90, "forged tensors": 70}
+PER_WORK = {"damaged": 50, "forged header": 35, "forged tensors": 25}
 
 
 # -- mutations ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 SEQUENCES, STEPS = 220, 8
 """Of each class."""
 SUBSET = 9
+MOST = 20
+"""Parts of the data, after which no tasks are added: sums that grow without end round ever more."""
 INPUTS = torch.randn(20, 3, generator=seeded(7), dtype=torch.float64)
 LABELS = torch.arange(20) % 3
 PARTS = [slice(0, 7), slice(7, 9), slice(9, 15), slice(15, 20)]
@@ -103,19 +105,26 @@ class Machine(RuleBasedStateMachine):
         type(self).sequences += 1
         self.folder = Path(tempfile.mkdtemp())
         self.posterior = MAKE[self.name](self.reference.net, "classification").fit(batches(seen))
-        self.seen, self.precision = list(seen), 1.0
+        self.seen, self.precision, self.earlier = list(seen), 1.0, list[int]()
         self.others: list[tuple[Any, list[int], float]] = []
 
     @rule(seen=parts)
     def fit(self, seen: list[int]) -> None:
         self.posterior.fit(batches(seen))
-        self.seen = list(seen)
+        self.seen = self.earlier + seen
 
     @rule(seen=parts)
     def update(self, seen: list[int]) -> None:
         if self.name != "LowRank":  # whose pairs would outgrow the dimension
             self.posterior.update(batches(seen))
             self.seen = self.seen + seen
+
+    @rule(seen=parts)
+    def learn_on(self, seen: list[int]) -> None:
+        """The next task, whose prior is what was seen so far."""
+        if self.name != "LowRank" and len(self.seen) < MOST:
+            self.posterior = self.posterior.continue_on(self.reference.net).fit(batches(seen))
+            self.earlier, self.seen = self.seen, self.seen + seen
 
     @rule(precision=precisions)
     def set_precision(self, precision: float) -> None:

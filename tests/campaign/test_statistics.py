@@ -11,9 +11,10 @@ import pytest
 import torch
 from campaign.cases import DATA, X, fitted, network, seeded
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
 import laplace_plus as lp
+from laplace_plus.constraints import asymmetry
 from laplace_plus.geometry.curvature import estimate_scalar_curvature, scalar_curvature
 from laplace_plus.linalg import diagonal, slq_logdet, slq_trace, trace
 
@@ -116,6 +117,14 @@ def predictions(**options: Any) -> Pairs:
         yield one.mean - reference, one.standard_error, count
 
 
+def asymmetries() -> Pairs:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)).double(), X
+    jacobians = torch.func.vmap(torch.func.jacrev(net))(x).detach()
+    exact = ((jacobians - jacobians.mT).square().sum() / jacobians.square().sum()).sqrt()
+    return estimates(lambda g: asymmetry(net, x, n_probes=5, generator=g), exact)
+
+
 ESTIMATES: dict[str, tuple[Callable[[], Pairs], float]] = {  # and the largest coverage that the docs allow
     "trace, hutchinson": (lambda: traces("hutchinson"), 0.97),
     "trace, hutch++": (lambda: traces("hutch++"), 0.97),
@@ -134,6 +143,7 @@ ESTIMATES: dict[str, tuple[Callable[[], Pairs], float]] = {  # and the largest c
     "NullSpace.null_space_dimension": (kernel_dimensions, 0.97),
     "LowRank.remainder": (remainders, 0.97),
     "LowRank.remainder, 30 vectors": (lambda: remainders(remainder_probes=30), 0.97),
+    "constraints.asymmetry": (asymmetries, 0.97),
     "prediction, link mc": (lambda: predictions(link="mc"), 0.97),
     "prediction, sampled": (lambda: predictions(method="sampled"), 0.97),
 }
