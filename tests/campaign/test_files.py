@@ -40,7 +40,14 @@ from campaign.cases import (
 
 import laplace_plus as lp
 from laplace_plus import io
-from laplace_plus.errors import CheckpointError, ConfigurationError, LaplacePlusError, NonFiniteError, SamplingError
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    LaplacePlusError,
+    NonFiniteError,
+    SamplingError,
+    UnsupportedError,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -248,8 +255,12 @@ def use(posterior: Any) -> torch.Tensor:
     inner.sample(2, generator=seeded())
     inner.summary()
     if isinstance(inner, lp.GaussianPosterior):
-        inner.log_marginal_likelihood()
         inner.variance()
+        try:
+            inner.log_marginal_likelihood()
+        except UnsupportedError as error:  # of data that nobody has seen
+            if "not known" not in str(error):
+                raise
     return found
 
 
