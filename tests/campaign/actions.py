@@ -215,11 +215,13 @@ def of_gaussians(name: str, posterior: Any, data: Any) -> dict[str, Action]:
             lp.LeaveOneOut(1.0, data=data), generator=seeded(), checkpoint=path / "tuning"
         ),
         "tune at the tangent's optimum": lambda p, path: p.fit_prior_precision(
-            lp.Tangent(curvature_at="optimum", max_iterations=2, data=data), checkpoint=path / "tuning"
+            lp.Tangent(curvature_at="optimum", max_iterations=2, data=data),
+            generator=seeded(),
+            checkpoint=path / "tuning",
         ),
     }
     if name not in ("LowRank",):
-        found["update"] = lambda p, path: p.update(data, checkpoint=path / "update")
+        found["update"] = lambda p, path: p.update(data, generator=seeded(), checkpoint=path / "update")
     if name == "Diagonal":
         found["from variances"] = lambda p, _: lp.Diagonal.from_variance(net, p.variance(), "classification")
         found |= of_constraints(net) | of_images()
