@@ -205,7 +205,7 @@ def of_gaussians(name: str, posterior: Any, data: Any) -> dict[str, Action]:
         ),
         "leave-one-out": lambda p, _: p.leave_one_out(data, leverages="first_order").predictive().mean,
         "penalty": lambda p, _: p.penalty(net),
-        "continue": lambda p, _: p.continue_on(net).fit(data),
+        "continue": lambda p, _: p.continue_on(net).fit(data, generator=seeded()),
         "select": lambda p, _: uses.select(p, X, 3, n_features=5, generator=seeded()).scores,
         "influence": lambda p, _: uses.influence(p, DATA[:1], data=data).mean,
         "self-influence": lambda p, _: uses.self_influence(p, data),
