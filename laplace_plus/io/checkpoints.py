@@ -53,6 +53,8 @@ def taking_up() -> Iterator[None]:
     """Turns what comes of a checkpoint that somebody has edited into a :class:`CheckpointError`."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError("The checkpoint's values cannot be read.", got=repr(error)) from error
 

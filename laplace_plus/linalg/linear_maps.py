@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
+from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.operators import Operator, pulled_back, unique
 
@@ -176,13 +176,12 @@ def checked_product(
     try:
         product = function(given)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
+        if isinstance(error, (torch.OutOfMemoryError, CheckpointError)) or isinstance(function, Operator):
             raise
         expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
         fix = "Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ."
-        raise OperatorError(
-            f"The {name} failed: {error}", expected=expected, got=type(error).__name__, fix=fix
-        ) from error
+        what, got = f"The {name} failed: {error}", type(error).__name__
+        raise OperatorError(what, expected=expected, got=got, fix=fix) from error
     is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim
     fits = is_tensor and product.shape == (*given.shape[:-1], product.shape[-1] if size is None else size)
     if not fits or product.dtype != given.dtype or product.device != given.device:

@@ -20,7 +20,7 @@ from laplace_plus.batches import Batch, DataSums, iterate, same_sum
 from laplace_plus.distributed import resolve_group
 from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.groups import chosen_groups
-from laplace_plus.io.checkpoints import pack, unpack
+from laplace_plus.io.checkpoints import pack, taking_up, unpack
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
@@ -355,9 +355,7 @@ class Run:
             raise CheckpointError(what, expected="a new path, or resume=True", got="resume=False", fix=fix)
         header, tensors = io.read(path)
         if "settings" not in header:
-            raise CheckpointError(
-                f"{path} is not a checkpoint of training.", expected="one that training wrote", got="a posterior"
-            )
+            raise CheckpointError(f"{path} is not a checkpoint of training.", expected="such a one", got="another")
         before = {"network": header["network"]["names_sha256"], **header["settings"]}
         self.data_sum = header.get("data_sum")
         for name, value in self.described.items():
@@ -365,7 +363,8 @@ class Run:
                 what = f"The checkpoint is of a run with another {name}."
                 fix = "Pass the same arguments as before, or another path."
                 raise CheckpointError(what, expected=repr(before[name]), got=repr(value), fix=fix)
-        state: dict[str, Any] = unpack(header["state"], tensors)
+        with taking_up():
+            state: dict[str, Any] = unpack(header["state"], tensors)
         if state["epoch"] > self.settings.epochs:
             what = "The checkpoint is of a longer run."
             raise CheckpointError(what, expected=f"epochs >= {state['epoch']}", got=f"{self.settings.epochs}")
@@ -375,15 +374,16 @@ class Run:
             what = "The checkpoint is of a run on other data."
             expected, got = f"examples with the sum {self.data_sum:.6e}", f"{now:.6e}"
             raise CheckpointError(what, expected=expected, got=got, fix="Pass the loader of that run, or another path.")
-        vars(self).update({name: state[name] for name in _STATE})
-        self.updates = [Update(**entry) for entry in state["updates"]]
-        put_back(self.network.model, state["weights"])
-        self.good = weights_of(self.network.model)
-        self.posterior.prior_precision = state["prior_precision"]
-        if state["noise_std"] is not None:
-            self.posterior.noise_std = state["noise_std"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.ascent.restore(state["ascent"])
-        self.generators.restore(state["random"])
+        with taking_up():
+            vars(self).update({name: state[name] for name in _STATE})
+            self.updates = [Update(**entry) for entry in state["updates"]]
+            put_back(self.network.model, state["weights"])
+            self.good = weights_of(self.network.model)
+            self.posterior.prior_precision = state["prior_precision"]
+            if state["noise_std"] is not None:
+                self.posterior.noise_std = state["noise_std"]
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+            self.ascent.restore(state["ascent"])
+            self.generators.restore(state["random"])

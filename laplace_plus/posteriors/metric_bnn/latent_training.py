@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.io.checkpoints import Checkpoint, packed, unpacked
+from laplace_plus.io.checkpoints import Checkpoint, packed, taking_up, unpacked
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     Coordinates,
@@ -152,8 +152,9 @@ class Training:
         saved = None if checkpoint is None else checkpoint.read("latent", rows.device)
         if saved is not None:
             history, weights, adam = unpacked(saved)
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(adam)
+            with taking_up():
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(adam)
         epochs = range(len(history), options.epochs)
         for epoch in progress_bar(epochs, enabled=progress, description="MetricBNN: autoencoder"):
             if self._has_settled(history):
