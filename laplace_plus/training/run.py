@@ -377,6 +377,7 @@ class Run:
         with taking_up():
             vars(self).update({name: state[name] for name in _STATE})
             self.updates = [Update(**entry) for entry in state["updates"]]
+            put_back(self.network.model, self.best or state["weights"])  # fails before it is needed
             put_back(self.network.model, state["weights"])
             self.good = weights_of(self.network.model)
             self.posterior.prior_precision = state["prior_precision"]

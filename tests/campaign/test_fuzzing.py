@@ -21,6 +21,7 @@ from problems import categorical_hessian, close, jacobian, occam
 from torch import Tensor, nn
 
 import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 
@@ -105,11 +106,15 @@ class Machine(RuleBasedStateMachine):
         type(self).sequences += 1
         self.folder = Path(tempfile.mkdtemp())
         self.posterior = MAKE[self.name](self.reference.net, "classification").fit(batches(seen))
-        self.seen, self.precision, self.earlier = list(seen), 1.0, list[int]()
+        self.seen, self.precision, self.earlier, self.loaded = list(seen), 1.0, list[int](), False
         self.others: list[tuple[Any, list[int], float]] = []
 
     @rule(seen=parts)
     def fit(self, seen: list[int]) -> None:
+        if self.earlier and self.loaded:  # the file has the sum over all tasks
+            with pytest.raises(ConfigurationError, match="cannot be fitted again"):
+                self.posterior.fit(batches(seen))
+            return
         self.posterior.fit(batches(seen))
         self.seen = self.earlier + seen
 
@@ -124,7 +129,7 @@ class Machine(RuleBasedStateMachine):
         """The next task, whose prior is what was seen so far."""
         if self.name != "LowRank" and len(self.seen) < MOST:
             self.posterior = self.posterior.continue_on(self.reference.net).fit(batches(seen))
-            self.earlier, self.seen = self.seen, self.seen + seen
+            self.earlier, self.seen, self.loaded = self.seen, self.seen + seen, False
 
     @rule(precision=precisions)
     def set_precision(self, precision: float) -> None:
@@ -149,7 +154,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def save_and_load(self) -> None:
         self.posterior.save(self.folder / "it")
-        self.posterior = lp.load(self.folder / "it", self.reference.net)
+        self.posterior, self.loaded = lp.load(self.folder / "it", self.reference.net), True
 
     @rule(method=st.sampled_from(["linearized", "sampled"]))
     def predict(self, method: str) -> None:

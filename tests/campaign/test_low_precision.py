@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from campaign.bad_input import METHODS
+from campaign.bad_input import ADAPTED, METHODS, adapted
 from torch import nn
 
 pytestmark = [
@@ -32,7 +32,8 @@ def seeded(seed: int) -> torch.Generator:
 def predicted(method: str, low: torch.dtype, dtype: torch.dtype, *, autocast: bool = False) -> Any:
     """With weights and inputs that ``low`` holds exactly, so that the arithmetic alone differs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3)).to(low).to(dtype)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
+    model = (adapted(model) if method == ADAPTED else model).to(low).to(dtype)
     x = torch.randn(60, 6, generator=seeded(1))
     y, x = x[:, :3].argmax(1), x.to(low).to(dtype)
     cls, options = METHODS[method]
