@@ -17,6 +17,7 @@ pytestmark = [
 
 SIZES: dict[str, dict[str, Any]] = {
     "SampledLaplace": {"n_samples": 20},
+    "TrainingFreeLoRA": {"n_samples": 20, "halvings": 8},
     "NullSpace": {"n_samples": 20},
     "VIKING": {"n_samples": 20},
     # The eigenvectors of a Full tangent are not unique: its draws are others after any rounding.
