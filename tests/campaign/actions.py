@@ -248,7 +248,7 @@ def of_gaussians(name: str, posterior: Any, data: Any) -> dict[str, Action]:
 
 OF_ONE_CLASS: dict[str, Callable[[Any], dict[str, Action]]] = {
     "NullSpace": lambda data: {"evidence of α": lambda p, _: p.relative_log_evidence(2.0)},
-    "VIKING": lambda data: {"ELBO": lambda p, _: torch.stack([t.double() for t in p.elbo(data) if t is not None])},
+    "VIKING": lambda data: {"ELBO": lambda p, _: (p.elbo(data).expected_nll, p.elbo(data).kl)},
     "VariationalLastLayer": lambda data: {"ELBO": lambda p, _: p.elbo(data)},
     "Riemannian": lambda data: {
         "draw": lambda p, path: p.draw(generator=seeded(), checkpoint=path / "draw"),
