@@ -10,9 +10,10 @@ helps predictions. The default therefore scales the covariance by its leave-one-
    weights without normalisation the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
    percent of the best one's gain over the network; or that of the least mean of this loss and the loss at midpoints of
-   neighbouring data, if that is wider, by at most √10; see :mod:`laplace_plus.leave_one_out.midpoints`. A scale leaves
-   the order of inputs by their uncertainty. Where none gains, the link ``"network"`` leaves the network's own
-   probabilities, and the posterior at scale 1 still says how unsure they are.
+   neighbouring data, if that is wider. Neither may be less sure than votes of neighbours are right; see
+   :mod:`laplace_plus.leave_one_out.midpoints`. A scale leaves the order of inputs by their uncertainty. Where none
+   gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still says how
+   unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
@@ -42,7 +43,7 @@ from laplace_plus.evidence.noise import noise_from_residuals, trained_size
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
 from laplace_plus.leave_one_out.leverages import Leverages
-from laplace_plus.leave_one_out.midpoints import midpoints
+from laplace_plus.leave_one_out.midpoints import neighbours
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
 from laplace_plus.leave_one_out.training_end import DECAY_RATIO, training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
@@ -58,9 +59,6 @@ TOLERANCE = 0.005
 SHARE = 0.15
 """Of a classifier's gain over the network: what a narrower posterior may give up, as displacements are uncertain.
 Chosen with ``LOSS_RATIO`` on the development cells of benchmarks/defaults: no other pair gained more without harm."""
-
-WIDER = 2
-"""Scales by which midpoints may widen one that leaving out found: neighbours may differ more than the network errs."""
 
 NEGLIGIBLE = 0.001
 """Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
@@ -88,6 +86,8 @@ class AutoTuning(TuningResult):
         scales: Factors on the covariance that were compared, G of them.
         losses: The mean leave-one-out loss of each, ``[G]``.
         midpoint_losses: The mean loss of each at midpoints of neighbouring data, ``[G]``; None where there are none.
+        neighbour_accuracy: Share of the data whose label is the vote of their neighbours, below which the mean
+            confidence at midpoints may not fall; None where there are none.
     """
 
     chosen: str
@@ -98,6 +98,7 @@ class AutoTuning(TuningResult):
     scales: tuple[float, ...] = ()
     losses: Tensor | None = None
     midpoint_losses: Tensor | None = None
+    neighbour_accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -219,25 +220,29 @@ class Auto:
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
             deletions.leverages = "first_order"
             losses, noises, _, _ = search(deletions, noisy=noisy)
-        between = None
+        between = allowed = near = None
         if model.likelihood.is_classifier and rows == n_data:
             try:
-                undisplaced = midpoints(posterior, data, first, precision, int(min(ENOUGH, room)))
-                between = None if undisplaced is None else search(undisplaced, noisy=False)[0]
+                near = neighbours(posterior, data, first, precision, int(min(ENOUGH, room)))
+                if near is not None:
+                    between, sure = search(near.midpoints, noisy=False)[:2]
+                    allowed = sure >= min(near.accuracy, float(sure[-1]))
             except errors.CheckpointError:
                 raise
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
-        between = between if between is not None and bool(between.isfinite().all()) else None
+        if between is None or not bool(between.isfinite().all()):
+            between = allowed = near = None
         may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
-        compared, best, own = _choice(losses, between, noisy, may_be_own)
+        compared, best, own = _choice(losses, between, allowed, noisy, may_be_own)
         last, value = float(compared[-1]), float(compared[-1 if own else best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
             chosen = "network"
         why = {
             "marginal_likelihood": "No other scale of the covariance has a clearly smaller leave-one-out loss.",
-            "leave_one_out": f"{scales[best]:.3g} times the evidence's covariance has all but the least loss.",
+            "leave_one_out": f"{scales[best]:.3g} times the evidence's covariance has all but the least loss"
+            + ("." if allowed is None or best == 0 or allowed[best - 1] else " of those that are sure enough."),
             "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
         }[chosen]
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * deletions.n_observations)
@@ -250,7 +255,7 @@ class Auto:
         why += failed + (f" {error.problem}" if noisy and error.problem else "")
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
             warn(f"{why} Held-out data= would tell more.", NoGainWarning)
-        noise = float(noises[best])
+        noise = float(noises[best]) if noisy else 1.0
         return AutoTuning(
             method="auto",
             prior_precision=precision / noise**2,
@@ -269,6 +274,7 @@ class Auto:
             scales=scales,
             losses=losses,
             midpoint_losses=between,
+            neighbour_accuracy=None if near is None else near.accuracy,
         )
 
 
@@ -280,14 +286,13 @@ class _Choice(NamedTuple):
     own: bool
 
 
-def _choice(losses: Tensor, between: Tensor | None, noisy: bool, may_be_own: bool) -> _Choice:
-    """By losses left out and their mean with those at midpoints: each is blind to some, so the wider, in bounds."""
+def _choice(losses: Tensor, between: Tensor | None, allowed: Tensor | None, noisy: bool, may_be_own: bool) -> _Choice:
+    """By losses left out and their mean with those at midpoints: each is blind to some, so the wider, if allowed."""
+    losses = losses if allowed is None else losses.where(allowed, torch.inf)
     both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]
     found = []
     for compared, given_up in both if between is None else [*both, ((losses + between) / 2, 0.0)]:
         enough = (compared <= compared.min() + given_up).nonzero()[0 if noisy else -1]
         own = may_be_own and float(compared[-1] - compared.min()) <= NEGLIGIBLE
         found.append(_Choice(compared, 0 if own else int(enough), own))
-    widest = min(found, key=lambda choice: (choice.own, choice.place))
-    bound = found[0].place - WIDER if float(losses[-1] - losses.min()) > NEGLIGIBLE else 0
-    return widest._replace(place=max(widest.place, bound))
+    return min(found, key=lambda choice: (choice.own, choice.place))

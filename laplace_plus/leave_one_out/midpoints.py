@@ -1,16 +1,20 @@
-"""Midpoints of neighbouring training data, which stand for new data where a network interpolates.
+"""Neighbours in the training data: their midpoints and votes, which stand for new data where a network interpolates.
 
 Gradients vanish at data that a network fits all but perfectly: leaving them out then tells little of the loss at new
 data. Halfway between a datum and a near neighbour it was not trained. Either's label is as good there, as for the
 synthetic examples of Chawla et al. (2002, "SMOTE: synthetic minority over-sampling technique"), whose five neighbours
 are taken. Partners drawn from all data, as mixup has them, leave the region of the data: where classes are curved
 around each other, they showed losses that new data do not have.
+
+Where classes overlap, midpoints err more often than new data. The same neighbours bound that: a datum's label is the
+vote of its neighbours in a share of the data that a trained network should reach, too. A posterior that is less sure on
+average is too wide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +33,22 @@ KEPT = 1e8
 """Numbers of the inputs, and of distances, among which neighbours are searched at most; of more, evenly spread ones."""
 
 
-def midpoints(posterior: Tunable, data: Iterable[Any], first: Batch, precision: Tensor, most: int) -> Deletions | None:
-    """At most so many midpoints, each with the label of its first end, as data that are left out: undisplaced.
+class Neighbours(NamedTuple):
+    """What the nearest neighbours of training data say.
+
+    Attributes:
+        midpoints: Each with the label of its first end, as data that are left out: undisplaced.
+        accuracy: Share of the data whose label is the most frequent one of their neighbours.
+    """
+
+    midpoints: Deletions
+    accuracy: float
+
+
+def neighbours(
+    posterior: Tunable, data: Iterable[Any], first: Batch, precision: Tensor, most: int
+) -> Neighbours | None:
+    """At most so many midpoints of a classifier's data, and the accuracy of votes.
 
     One pass over the data, of which ``first`` is the first batch. None where inputs are no single floating tensor of
     one shape, or are too few.
@@ -50,6 +68,9 @@ def midpoints(posterior: Tunable, data: Iterable[Any], first: Batch, precision: 
     if any(part.inputs.shape[1:] != x.shape[1:] for part in parts):
         return None
     size, x, y = len(x), torch.cat([part.inputs for part in parts]), torch.cat([part.target for part in parts])
+    model = posterior.laplace_model()
+    labelled = model.likelihood.rows(y.new_zeros(len(y), model.n_outputs, dtype=torch.float), y)[2] > 0
+    x, y = x[labelled], y[labelled]
     if len(x) <= NEIGHBOURS or not count:
         return None
     chosen = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().to(x.device)
@@ -60,7 +81,10 @@ def midpoints(posterior: Tunable, data: Iterable[Any], first: Batch, precision: 
     pairs = list(zip(between.split(size), labels.split(size), strict=True))
     found = Deletions(posterior, pairs, precision, None, "first_order", "position", displacing=_undisplaced)
     found.share = 1 - 1e-9  # a whole pass would check that these are the data of the fit
-    return found
+    soft = model.likelihood.couples_outputs and y.is_floating_point()
+    classes = y.argmax(-1) if soft else y
+    agree = classes[near].mode(1).values == classes[chosen]
+    return Neighbours(found, float(agree.double().mean()))
 
 
 def _undisplaced(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:

@@ -179,7 +179,7 @@ class LeaveOneOut:
             got = f"precisions up to {float(levels[-1]):.3g}"
             fix = 'Pass a grid with larger precisions, or leverages="full", which leaves the posterior\'s covariance.'
             raise NotPositiveDefiniteError(what, got=got, fix=fix)
-        own, scale = model.likelihood.noise_std, float(scales[best])
+        own, scale = model.likelihood.noise_std, float(scales[best]) if noisy else 1.0
         return LeaveOneOutTuning(
             method="leave_one_out",
             prior_precision=(base * levels[best] / scale**2).to(model.vector.dtype),
@@ -226,9 +226,10 @@ class LeaveOneOut:
         noisy: bool,
         progress: bool,
     ) -> tuple[Tensor, Tensor, float, float]:
-        """Losses and noise factors ``[G · S]`` at precisions ``level · base`` and scales of V, in one pass.
+        """Losses ``[G · S]`` at precisions ``level · base`` and scales of V, in one pass.
 
-        Besides, the displacements' largest leverage and the number of observations.
+        Besides, noise factors or else mean confidences ``[G · S]``, the displacements' largest leverage and the number
+        of observations.
         """
         likelihood = deletions.model.likelihood
         totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
@@ -255,7 +256,7 @@ class LeaveOneOut:
             sums.n_entries += counted * batch.outputs.shape[-1]
         deletions.check(sums.leverages)
         totals, n_entries, n_observations = sums.totals, sums.n_entries, sums.n_observations
-        losses, factors = totals[..., 0], torch.ones_like(totals[..., 0])
+        losses, factors = totals[..., 0], totals[..., 1] / n_observations
         if noisy:
             factors = (totals[..., 1] / n_entries).sqrt()
             # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
@@ -264,11 +265,13 @@ class LeaveOneOut:
         return losses.flatten(), factors.flatten(), float(torch.cat(sums.leverages).max()), n_observations
 
     def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
-        """A batch's loss, and 0."""
+        """A batch's loss, and a classifier's confidences: the probabilities of the most probable classes."""
         generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
         options: dict[str, Any] = {"link": self.link, "n_samples": self.n_samples, "generator": generator}
-        loss = -from_functional(likelihood, batch.mean, covariance, **options).log_prob(batch.targets).sum()
-        return torch.stack([loss, torch.zeros_like(loss)]).double().cpu()
+        found = from_functional(likelihood, batch.mean, covariance, **options)
+        p = found.mean
+        sure = p.amax(-1) if likelihood.couples_outputs else torch.maximum(p, 1 - p).mean(-1)
+        return torch.stack([-found.log_prob(batch.targets).sum(), sure.sum()]).double().cpu()
 
     def _noise_terms(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, _: Any) -> Tensor:
         """Half a batch's log-determinants, and its squared Mahalanobis distances."""
