@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -132,7 +133,7 @@ def test_losses_at_midpoints_are_those_of_dense_formulas(cls, prior, limit, monk
     """Of an over-confident network, and with every second example alone where not all are kept.
 
     Under the narrow prior of training leaving out finds no scale, and midpoints choose alone. Under the wide one it
-    does, and they widen it by the two scales that they may.
+    does, and they widen it.
     """
     for name, value in limit.items():
         monkeypatch.setattr(midpoints_module, name, value)
@@ -154,23 +155,70 @@ def test_losses_at_midpoints_are_those_of_dense_formulas(cls, prior, limit, monk
     ]
     between = torch.stack([(x[own] + x[other]) / 2 for own, other in ends])
     labels = torch.stack([y[own] for own, _ in ends])
-    wanted = []
+    votes = torch.stack([y[[other for own, other in ends if own == datum]].mode().values for datum in range(len(x))])
+    accuracy = float((votes == y).double().mean())
+    assert found.neighbour_accuracy == pytest.approx(accuracy, rel=1e-12)
+    losses, sure = [], []
     for scale in found.scales:
         one = copy.copy(posterior)
         one.covariance_scale = scale
-        wanted.append(-one.predictive(between, link="probit").log_prob(labels).mean())
-    torch.testing.assert_close(found.midpoint_losses, torch.stack(wanted).detach(), rtol=1e-6, atol=1e-9)
-    both = (found.losses + found.midpoint_losses) / 2
-    least, last = float(found.losses.min()), float(found.losses[-1])
-    narrow = int((found.losses <= least + auto.SHARE * (last - least)).nonzero()[-1])
-    assert (last - least > auto.NEGLIGIBLE) == (prior == 0.1)
-    widest = int(both.argmin())
-    assert widest < narrow - auto.WIDER
-    best = narrow - auto.WIDER if prior == 0.1 else widest
-    compared = both
+        prediction = one.predictive(between, link="probit")
+        losses.append(-prediction.log_prob(labels).mean())
+        sure.append(prediction.mean.amax(-1).mean())
+    torch.testing.assert_close(found.midpoint_losses, torch.stack(losses).detach(), rtol=1e-6, atol=1e-9)
+    allowed = [bool(one >= min(accuracy, float(sure[-1]))) for one in sure]
+    compared = [(found.losses + found.midpoint_losses)[k] / 2 if allowed[k] else math.inf for k in range(len(allowed))]
+    left_out = [float(found.losses[k]) if allowed[k] else math.inf for k in range(len(allowed))]
+    assert (left_out[-1] - min(left_out) > auto.NEGLIGIBLE) == (prior == 0.1)
+    enough = min(left_out) + auto.SHARE * (left_out[-1] - min(left_out))
+    best = compared.index(min(compared))
+    assert best < max(k for k in range(len(allowed)) if left_out[k] <= enough)
     assert posterior.covariance_scale == found.scales[best]
     assert found.expected_gain == pytest.approx(float(compared[-1] - compared[best]), rel=1e-9)
-    assert found.expected_gain > 0.1
+
+
+@pytest.mark.parametrize("kind", ["labels", "binary", "soft"])
+def test_no_scale_is_less_sure_at_midpoints_than_votes_of_neighbours_are_right(kind):
+    """Of a network that errs at two of 60 data, in which neighbours agree: wider scales would have less loss."""
+    x = torch.randn(60, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    side = (x[:, 0] > 0).long()
+    x[:, 0] += 4 * side
+    y = side.clone()
+    y[:2] = 1 - y[:2]
+    net = nn.Linear(2, 1 if kind == "binary" else 2).double()
+    slope = torch.tensor([[4.0, 0.0]]).double()
+    with torch.no_grad():
+        net.weight.copy_(slope if kind == "binary" else torch.cat([-slope, slope]) / 2)
+        net.bias.copy_(torch.tensor([-8.0]) if kind == "binary" else torch.tensor([4.0, -4.0]))
+    targets = {"labels": y, "binary": y[:, None], "soft": nn.functional.one_hot(y).double()}[kind]
+    posterior = lp.Full(net, "binary" if kind == "binary" else "classification", prior_precision=1e-3)
+    posterior.fit([(x, targets)]).fit_prior_precision(lp.Auto(link="probit", training_prior_precision=1.0))
+    found = posterior.tuning
+    assert found.neighbour_accuracy == pytest.approx(58 / 60)
+    both = found.losses + found.midpoint_losses
+    place = found.scales.index(float(posterior.covariance_scale))
+    assert 0 < place < len(found.scales) - 1 and both[place - 1] < both[place]
+    near = torch.cdist(x, x).fill_diagonal_(torch.inf).topk(5, largest=False).indices
+    between = ((x[:, None] + x[near]) / 2).flatten(0, 1)
+    sure = []
+    for scale in found.scales[place - 1 : place + 1]:
+        posterior.covariance_scale = scale
+        p = posterior.predictive(between, link="probit").mean
+        sure.append(float(torch.maximum(p, 1 - p).amax(-1).mean()))
+    assert sure[0] < found.neighbour_accuracy <= sure[1]
+
+
+def test_data_without_labels_have_no_say():
+    net, x, y = linear_problem(classification=True)
+    blank = torch.full((20,), -100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGainWarning)
+        found = [
+            lp.Diagonal(net, lp.Categorical(ignore_index=-100)).fit(data).fit_prior_precision(lp.Auto(training_prior_precision=1.0)).tuning
+            for data in ([(x, y)], [(torch.cat([x, x[:20] + 0.01]), torch.cat([y, blank]))])
+        ]
+    assert found[0].neighbour_accuracy == found[1].neighbour_accuracy
+    torch.testing.assert_close(found[0].midpoint_losses, found[1].midpoint_losses, rtol=1e-6, atol=0)
 
 
 class Coupled(nn.Linear):
