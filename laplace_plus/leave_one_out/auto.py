@@ -220,19 +220,19 @@ class Auto:
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
             deletions.leverages = "first_order"
             losses, noises, _, _ = search(deletions, noisy=noisy)
-        between = allowed = near = None
+        between = allowed = accuracy = None
         if model.likelihood.is_classifier and rows == n_data:
             try:
-                near = neighbours(posterior, data, first, precision, int(min(ENOUGH, room)))
-                if near is not None:
-                    between, sure = search(near.midpoints, noisy=False)[:2]
-                    allowed = sure >= min(near.accuracy, float(sure[-1]))
+                if near := neighbours(posterior, data, first, precision, int(min(ENOUGH, room))):
+                    between, sure = search(near[0], noisy=False)[:2]
+                    accuracy = near[1]
+                    allowed = sure >= min(accuracy, float(sure[-1]))
             except errors.CheckpointError:
                 raise
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         if between is None or not bool(between.isfinite().all()):
-            between = allowed = near = None
+            between = allowed = accuracy = None
         may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
         compared, best, own = _choice(losses, between, allowed, noisy, may_be_own)
         last, value = float(compared[-1]), float(compared[-1 if own else best])
@@ -274,7 +274,7 @@ class Auto:
             scales=scales,
             losses=losses,
             midpoint_losses=between,
-            neighbour_accuracy=None if near is None else near.accuracy,
+            neighbour_accuracy=accuracy,
         )
 
 

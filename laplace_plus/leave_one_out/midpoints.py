@@ -14,7 +14,7 @@ average is too wide.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,25 +33,13 @@ KEPT = 1e8
 """Numbers of the inputs, and of distances, among which neighbours are searched at most; of more, evenly spread ones."""
 
 
-class Neighbours(NamedTuple):
-    """What the nearest neighbours of training data say.
-
-    Attributes:
-        midpoints: Each with the label of its first end, as data that are left out: undisplaced.
-        accuracy: Share of the data whose label is the most frequent one of their neighbours.
-    """
-
-    midpoints: Deletions
-    accuracy: float
-
-
 def neighbours(
     posterior: Tunable, data: Iterable[Any], first: Batch, precision: Tensor, most: int
-) -> Neighbours | None:
-    """At most so many midpoints of a classifier's data, and the accuracy of votes.
+) -> tuple[Deletions, float] | None:
+    """At most so many midpoints of a classifier's data, and the share of data whose label is their neighbours' vote.
 
-    One pass over the data, of which ``first`` is the first batch. None where inputs are no single floating tensor of
-    one shape, or are too few.
+    Midpoints have the label of their first end, and are left out: undisplaced. One pass over the data, of which
+    ``first`` is the first batch. None where inputs are no single floating tensor of one shape, or are too few.
 
     Raises:
         UnsupportedError: The network does not run on each example alone.
@@ -84,7 +72,7 @@ def neighbours(
     soft = model.likelihood.couples_outputs and y.is_floating_point()
     classes = y.argmax(-1) if soft else y
     agree = classes[near].mode(1).values == classes[chosen]
-    return Neighbours(found, float(agree.double().mean()))
+    return found, float(agree.double().mean())
 
 
 def _undisplaced(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:

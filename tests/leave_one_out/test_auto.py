@@ -214,7 +214,10 @@ def test_data_without_labels_have_no_say():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGainWarning)
         found = [
-            lp.Diagonal(net, lp.Categorical(ignore_index=-100)).fit(data).fit_prior_precision(lp.Auto(training_prior_precision=1.0)).tuning
+            lp.Diagonal(net, lp.Categorical(ignore_index=-100))
+            .fit(data)
+            .fit_prior_precision(lp.Auto(training_prior_precision=1.0))
+            .tuning
             for data in ([(x, y)], [(torch.cat([x, x[:20] + 0.01]), torch.cat([y, blank]))])
         ]
     assert found[0].neighbour_accuracy == found[1].neighbour_accuracy
