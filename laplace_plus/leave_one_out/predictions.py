@@ -132,19 +132,6 @@ class LeaveOneOutPredictions:
         flat, targets, weight = self.likelihood.rows(self.outputs, self.targets)
         return -(checked_log_density(self.likelihood, flat, targets) * weight).sum() / weight.sum()
 
-    def summary(self) -> str:
-        """Leverages, effective parameters and losses, as a few lines of text."""
-        top = self.leverages
-        return "\n".join(
-            [
-                f"leave-one-out over {len(self.mean)} {self.unit}s, leverages of route {self.route!r}",
-                f"leverages: mean {top.mean():.3f}, largest {top.max():.3f}, above 0.9: {int((top > 0.9).sum())}",
-                f"effective parameters: {self.traces.sum():.1f}",
-                f"displacement: {self.displacement.abs().mean():.3g} on average",
-                f"NLL: {self.training_nll():.4f} in training, {self.nll():.4f} left out",
-            ]
-        )
-
 
 def leave_one_out(
     posterior: Tunable,
