@@ -21,8 +21,8 @@ at least two, or one of 20 seconds."""
 
 PEERS = """\
 laplace-torch, curvlinops and BackPACK, as users would call them, in the same rounds: a figure below one says that
-laplace_plus is that much faster. curvlinops has factors alone, of linear and convolutional layers; ours are decomposed,
-and of all parameters. A row without figures says what a package fails with."""
+laplace_plus is that much faster. curvlinops has factors alone, of linear and convolutional layers; ours are of all
+parameters, and decomposed in rows of fits. A row without figures says what a package fails with."""
 
 
 # By how a quantity starts, and the network; empty for any.
