@@ -270,6 +270,7 @@ OF_ONE_CLASS: dict[str, Callable[[Any], dict[str, Action]]] = {
     },
     "SpatialField": lambda data: {
         "displacements": lambda p, _: (p.std(X), p.covariance(X), p.mask(0.1, X).double()),
+        "leave-one-out": lambda p, _: p.leave_one_out(data),
         "render": lambda p, _: p.render_uncertainty(torch.full((12, 1), 0.5).double(), X[:, None]),
     },
 }
