@@ -21,6 +21,7 @@ from laplace_plus.likelihoods.base import unknown_link
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.predictive.linearized import outputs_for
+from laplace_plus.serving.graphs import Graph
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
 from laplace_plus.structured.softmax_output.block import require_dense
@@ -87,10 +88,12 @@ def freeze(posterior: Any, x: Any = None, link: str | None = None) -> FrozenPost
     capture = Capture(network, tries[0])
     layouts = Gradients(network, capture).layouts
     is_head = capture.pointwise and layouts[0].rule == MATRIX and layouts[0].shape[0] == 1
-    if not is_head or all(len(item.shape) == 1 for item in network.selected):
-        raise _unsupported("the selected parameters are not those of a linear layer whose output is the network's")
     needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
-    frozen = FrozenPosterior(_Head(posterior, layouts[0], needed), posterior, link)
+    if is_head and any(len(item.shape) > 1 for item in network.selected):
+        functional: nn.Module = _Head(posterior, layouts[0], needed)
+    else:
+        functional = Graph(posterior, tries[0], needed)
+    frozen = FrozenPosterior(functional, posterior, link)
     for inputs in tries:
         wanted: Any = posterior.predictive(inputs, link=link)
         mean, variance = wanted.functional_mean, _variance(wanted.functional_mean, wanted.functional_covariance)

@@ -417,7 +417,7 @@ USE: Kinds = {
     "load: tensors missing": lambda c: lp.load(without(saved(c), "posterior.safetensors"), network()),
     "load: header missing": lambda c: lp.load(without(saved(c), "posterior.json"), network()),
     "load: single precision": lambda c: lp.load(saved(c), network().float()),
-    "freeze: all weights": lambda c: c.posterior.freeze(c.x),
+    "freeze: unknown link": lambda c: c.posterior.freeze(c.x, link="cubic"),
 }
 
 

@@ -103,8 +103,10 @@ def test_what_cannot_be_frozen_is_refused():
     posterior.link = "mc"
     with pytest.raises(UnsupportedError, match="draws samples"):
         posterior.freeze()
-    with pytest.raises(UnsupportedError, match=r"not those of a linear layer.*last_layer"):
-        fitted(lp.KFAC, parameters="all")[0].freeze()
+    with pytest.raises(UnsupportedError, match=r"another structure.*last_layer"):
+        fitted(lp.Full, parameters="all")[0].freeze()
+    with pytest.raises(ConfigurationError, match="no such link"):
+        posterior.freeze(link="cubic")
     posterior, x = fitted(lp.KFAC)
     with pytest.raises(UnsupportedError, match="SampledLaplace"):
         lp.SampledLaplace(posterior.network.model, "regression").fit([(x, torch.randn(12, 3))]).freeze()
@@ -112,6 +114,28 @@ def test_what_cannot_be_frozen_is_refused():
     with pytest.raises(ConfigurationError, match="freeze\\(x\\)"):
         loaded.fit(iter([(x, torch.randint(0, 3, (12,)))])).freeze()
     assert loaded.freeze(x)(x).mean.shape == (12, 3)
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+@pytest.mark.parametrize(("likelihood", "size"), [("classification", 3), ("classification", 2), ("regression", 1)])
+def test_all_weights(cls, likelihood, size):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        posterior, x = fitted(cls, likelihood, size, dtype=dtype, parameters="all")
+        frozen = posterior.freeze()
+        for n in (12, 5, 1):
+            check(frozen(x[:n]), posterior, x[:n], tolerance)
+    own = {parameter.data_ptr() for parameter in posterior.network.model.parameters()}
+    assert own.isdisjoint(value.data_ptr() for value in frozen.state_dict().values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of tracing
+        check(torch.jit.trace(frozen, (x[:3],))(x), posterior, x, 1e-8)
+
+
+def test_another_link_than_the_default():
+    for parameters in ("last_layer", "all"):
+        posterior, x = fitted(lp.KFAC, parameters=parameters)
+        found, wanted = posterior.freeze(link="probit")(x), posterior.predictive(x, link="probit")
+        torch.testing.assert_close(found.mean, wanted.mean, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("likelihood", "size"), [("classification", 3), ("regression", 2)])
@@ -127,8 +151,11 @@ def test_traced_modules_take_other_batches(likelihood, size):
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Full])
 @pytest.mark.parametrize(("likelihood", "size"), [("classification", 3), ("classification", 70), ("regression", 2)])
 @pytest.mark.parametrize("way", ["compile", "export", "strict", "onnx"])
-def test_compiled_and_exported_modules_take_other_batches(cls, likelihood, size, way):
-    posterior, x = fitted(cls, likelihood, size)
+@pytest.mark.parametrize("parameters", ["last_layer", "all"])
+def test_compiled_and_exported_modules_take_other_batches(cls, likelihood, size, way, parameters):
+    if parameters == "all" and (cls is lp.Full or size > 64):
+        pytest.skip("refused")
+    posterior, x = fitted(cls, likelihood, size, parameters=parameters)
     frozen, shapes = posterior.freeze(), ({0: torch.export.Dim.DYNAMIC},)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

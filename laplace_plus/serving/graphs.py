@@ -1,0 +1,171 @@
+"""Outputs and covariance of a posterior over several layers, with the backward passes written out as a graph.
+
+The network runs once under ``make_fx`` with its package's own rules for layers, so that a graph of plain operations
+remains: the forward pass, one backward pass to the layers' outputs for each output, and quadratic forms.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from laplace_plus import batches
+from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.errors import LaplacePlusError, UnsupportedError
+from laplace_plus.predictive.linearized import MANY_OUTPUTS
+from laplace_plus.structured.blocks import IdentityBasis
+from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
+from laplace_plus.structured.gradients import OuterGradients
+
+_EXAMPLES = 11
+"""Examples of the batch that is recorded: a prime number, by which few sizes of a network can be divided."""
+
+_ATEN = torch.ops.aten
+_SHAPES = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.expand.default)
+_IDENTITIES = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default)
+
+
+class Graph(nn.Module):
+    """Calls a recorded graph with the tensors of a batch's inputs: ``mean [B, C]``, and covariance or variances."""
+
+    def __init__(self, posterior: Any, inputs: Any, needed: Any):
+        super().__init__()
+        network, size = posterior.network, batches.batch_size(inputs)
+        if not batches.can_be_cut(inputs, size):
+            raise unrecorded("the inputs cannot be cut into examples")
+        if posterior.n_outputs > MANY_OUTPUTS or posterior.tangent_mean is not None:
+            raise unrecorded(f"it has more than {MANY_OUTPUTS} outputs, or the tangent optimum as its mean")
+        inputs = batches.cut(network.receive(inputs), [number % size for number in range(_EXAMPLES)])
+        factors = posterior.factors()
+        leaves, rebuild = batches.flatten(_in_order(*batches.bind(network.model, inputs)))
+
+        def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+            waiting = iter(tensors)
+            args, keywords = rebuild([next(waiting) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            own = keywords or (args[0] if len(args) == 1 else args)
+            return _moments(network, factors, own, "full" if needed is None or needed == "full" else "diagonal")
+
+        decompositions = {
+            packet: function
+            for packet, function in torch._decomp.decomposition_table.items()
+            if packet.name().removeprefix("aten::").partition(".")[0].endswith(("_backward", "_backward_data"))
+        }
+        decompositions.pop(_ATEN.embedding_dense_backward.default, None)
+        try:
+            with torch.no_grad():
+                recorded = make_fx(call, decomposition_table=decompositions)(
+                    *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
+                )
+        except LaplacePlusError:
+            raise
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            raise unrecorded(f"the network's operations cannot be recorded ({error})") from error
+        self.recorded = _without_sizes(recorded)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """The mean, and what the link needs."""
+        leaves = batches.flatten(_in_order(inputs, keywords))[0]
+        mean, covariance = self.recorded(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        return mean, covariance
+
+
+def unrecorded(why: str) -> UnsupportedError:
+    """The error for a posterior whose backward passes cannot be written out."""
+    return UnsupportedError(
+        f"This posterior cannot be frozen: {why}.",
+        expected="lp.KFAC or lp.Diagonal of a network that maps each example to [C] outputs by layers with rules",
+        fix='Freeze lp.KFAC(model, ..., parameters="last_layer"), or serve posterior.predictive itself.',
+    )
+
+
+def _in_order(args: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return tuple(args), dict(sorted(keywords.items()))
+
+
+def _moments(network: Any, factors: Mapping[str, Any], inputs: Any, mode: str) -> tuple[Tensor, Tensor]:
+    """The outputs ``[B, C]``, and ``J Σ Jᵀ`` or its diagonal, by operations that a graph can hold."""
+    capture = Capture(network, inputs)
+    gradients, outputs = Gradients(network, capture), capture.outputs
+    if outputs.ndim != 2 or capture.output_shape != outputs.shape:  # noqa: PLR2004
+        raise unrecorded("an example's outputs are no vector")
+    mean = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    sides: dict[str, tuple[Tensor, list[Tensor]]] = {}
+    for unit in torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device).unbind():
+        for layout, own in gradients.blocks((torch.zeros_like(outputs) + unit).unsqueeze(0)):
+            if not isinstance(own, OuterGradients) or not isinstance(factors.get(layout.key), EigenFactor):
+                raise unrecorded(f"the block {layout.key} has another structure")
+            right, left = own.right(slice(None)), own.left(slice(None)).squeeze(0)
+            sides.setdefault(layout.key, (right, []))[1].append(left)
+    parts: list[Tensor] = []
+    for key, (right, lefts) in sides.items():
+        parts.append(_form(factors[key], right, lefts, mode))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return mean.clone(), total.to(mean.dtype)
+
+
+def _form(factor: Any, right: Tensor, lefts: list[Tensor], mode: str) -> Tensor:
+    """One block's ``[B, C, C]`` or ``[B, C]``, of sides ``[B, S, G or 1, i]`` and, by output, ``[B, S, G, o]``."""
+    basis, weights = factor.basis, factor.values.reciprocal()
+    if not isinstance(basis, (KroneckerBasis, IdentityBasis)):
+        raise unrecorded("a block has no known eigenbasis")
+    for side in ("left", "right"):
+        own = getattr(basis, side, None)
+        if own is not None:
+            size = weights.shape[1 if side == "left" else 2]
+            own = own if isinstance(own, Tensor) else torch.eye(size).to(weights) @ own
+            lefts = [_times(left, own) for left in lefts] if side == "left" else lefts
+            right = _times(right, own) if side == "right" else right
+    if right.shape[1] == 1 and len(weights) == 1:
+        scale = right[:, 0, 0].square() @ weights[0].mT  # [B, o]
+        rows = [left[:, 0, 0] for left in lefts]
+        pairs = [[(one * scale * other).sum(-1) for other in rows[: n + 1]] for n, one in enumerate(rows)]
+    else:
+        written = [torch.einsum("bsgo,bsgi->bgoi", left, right.expand(-1, -1, len(weights), -1)) for left in lefts]
+        pairs = [
+            [(one * weights * other).sum((1, 2, 3)) for other in written[: n + 1]] for n, one in enumerate(written)
+        ]
+    if mode == "diagonal":
+        return torch.stack([row[-1] for row in pairs], -1)
+    full = [[pairs[max(n, m)][min(n, m)] for m in range(len(pairs))] for n in range(len(pairs))]
+    return torch.stack([torch.stack(row, -1) for row in full], -2)
+
+
+def _times(rows: Tensor, matrices: Tensor) -> Tensor:
+    return rows @ matrices[0] if len(matrices) == 1 else torch.einsum("bsgi,gij->bsgj", rows, matrices)
+
+
+def _without_sizes(recorded: fx.GraphModule) -> fx.GraphModule:
+    """A graph whose number of examples is open, with its tensors as buffers of its own."""
+    graph = recorded.graph
+    for node in list(graph.nodes):
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in _SHAPES:
+            sizes = list(node.args[1])
+            at = next((n for n, size in enumerate(sizes) if size and size % _EXAMPLES == 0), None)
+            if at is not None:
+                sizes[at] = -1
+                node.args = (node.args[0], sizes, *node.args[2:])
+        elif node.target in (_ATEN.new_ones.default, _ATEN.new_zeros.default) and node.args[1][0] == _EXAMPLES:
+            like = _ATEN.ones_like if node.target == _ATEN.new_ones.default else _ATEN.zeros_like
+            with graph.inserting_before(node):
+                part = graph.call_function(_ATEN.slice.Tensor, (node.args[0], -1, 0, node.args[1][-1]))
+                node.replace_all_uses_with(graph.call_function(like.default, (part,)))
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for name in {node.target for node in graph.nodes if node.op == "get_attr"}:
+        tensor = operator.attrgetter(name)(recorded)
+        delattr(recorded, name)
+        recorded.register_buffer(name, tensor.detach().clone())
+    recorded.recompile()
+    return copy.deepcopy(recorded)
