@@ -27,9 +27,9 @@ from laplace_plus.structured.gradients import OuterGradients
 _EXAMPLES = 11
 """Examples of the batch that is recorded: a prime number, by which few sizes of a network can be divided."""
 
-_ATEN = torch.ops.aten
-_SHAPES = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.expand.default)
-_IDENTITIES = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default)
+aten = torch.ops.aten
+_SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
 class Graph(nn.Module):
@@ -57,7 +57,7 @@ class Graph(nn.Module):
             for packet, function in torch._decomp.decomposition_table.items()
             if packet.name().removeprefix("aten::").partition(".")[0].endswith(("_backward", "_backward_data"))
         }
-        decompositions.pop(_ATEN.embedding_dense_backward.default, None)
+        decompositions.pop(aten.embedding_dense_backward.default, None)
         try:
             with torch.no_grad():
                 recorded = make_fx(call, decomposition_table=decompositions)(
@@ -156,10 +156,10 @@ def _without_sizes(recorded: fx.GraphModule) -> fx.GraphModule:
             if at is not None:
                 sizes[at] = -1
                 node.args = (node.args[0], sizes, *node.args[2:])
-        elif node.target in (_ATEN.new_ones.default, _ATEN.new_zeros.default) and node.args[1][0] == _EXAMPLES:
-            like = _ATEN.ones_like if node.target == _ATEN.new_ones.default else _ATEN.zeros_like
+        elif node.target in (aten.new_ones.default, aten.new_zeros.default) and node.args[1][0] == _EXAMPLES:
+            like = aten.ones_like if node.target == aten.new_ones.default else aten.zeros_like
             with graph.inserting_before(node):
-                part = graph.call_function(_ATEN.slice.Tensor, (node.args[0], -1, 0, node.args[1][-1]))
+                part = graph.call_function(aten.slice.Tensor, (node.args[0], -1, 0, node.args[1][-1]))
                 node.replace_all_uses_with(graph.call_function(like.default, (part,)))
             graph.erase_node(node)
     graph.eliminate_dead_code()
