@@ -102,7 +102,7 @@ def freeze(posterior: Any, x: Any = None, link: str | None = None) -> FrozenPost
             with torch.no_grad():
                 found = frozen(*args, **keywords)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise _unsupported(f"without its last layer the network fails ({error})") from error
+            raise _unsupported(f"its copy fails ({error})") from error
         for own, other in zip(found, (wanted.mean, wanted.variance, mean, variance), strict=True):
             tolerance = torch.finfo(capture.outputs.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
             if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
