@@ -161,13 +161,27 @@ TAG = "kind of entry"
 def packed(value: Any) -> Stage:
     """A tree as a stage; errors as of :func:`pack`."""
     tensors: dict[str, Tensor] = {}
-    return {"value": pack(value, tensors, "value")}, tensors
+    tree = pack(value, tensors, "value")
+    return {"value": tree, "form": _form(tree, tensors)}, tensors
 
 
 def unpacked(found: Stage, *classes: type) -> Any:
     """The inverse of :func:`packed`, with objects of some classes; CheckpointError for one that somebody has edited."""
     with taking_up():
+        if found[0]["form"] != _form(found[0]["value"], found[1]):
+            raise ValueError("values of other types or shapes than were written")
         return unpack(found[0]["value"], found[1], {cls.__name__: cls for cls in classes})
+
+
+def _form(tree: Any, tensors: Mapping[str, Tensor]) -> list[Any]:
+    """The types of a tree's entries, and its tensors' types and shapes, as JSON."""
+
+    def of(own: Any) -> Any:
+        if isinstance(own, list):
+            return [of(value) for value in own]
+        return {key: of(value) for key, value in own.items()} if isinstance(own, dict) else type(own).__name__
+
+    return [of(tree), {name: [str(own.dtype), list(own.shape)] for name, own in tensors.items()}]
 
 
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:

@@ -180,6 +180,7 @@ def leave_one_out(
         got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in sums.parts}))
         what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
         raise DataError(what, expected="as many positions in every batch", got=got, fix=fix) from error
+    likelihood.validate(outputs, targets)  # of a checkpoint, perhaps
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
 
 

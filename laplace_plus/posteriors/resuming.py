@@ -93,6 +93,8 @@ class KeptPasses:
 
         def restore(found: Stage) -> None:
             header, tensors = found[0], Part(found[1])
+            if any(own.is_complex() for own in found[1].values()):
+                raise CheckpointError("The sums are complex.", expected="real numbers", got=f"{sorted(tensors)}")
             curvature = restored_curvature(header["blocks"], tensors)
             first, stored = ([_place(layout) for layout, _ in own] for own in (now().curvature, curvature))
             if first != stored:

@@ -356,7 +356,8 @@ class Run:
         header, tensors = io.read(path)
         if "settings" not in header:
             raise CheckpointError(f"{path} is not a checkpoint of training.", expected="such a one", got="another")
-        before = {"network": header["network"]["names_sha256"], **header["settings"]}
+        with taking_up():
+            before = {"network": header["network"]["names_sha256"], **header["settings"]}
         self.data_sum = header.get("data_sum")
         for name, value in self.described.items():
             if name in before and before[name] != value:  # an older checkpoint may lack some
