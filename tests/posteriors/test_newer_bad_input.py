@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "ensemble, no input": (lambda: lp.Ensemble([net()], "classification").predictive(X[:0]), "at least one example"),
     "ensemble, generator": (
         lambda: lp.Ensemble([net()], "classification").predictive(X, generator=3),
-        "a torch.Generator",
+        "no torch.Generator",
     ),
 }
 
