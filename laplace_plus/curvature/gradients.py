@@ -277,7 +277,8 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         if each * size > quick and network.can_cut is None:
             network.can_cut = runs_apart(network, batch, first)
         if each * size > quick and network.can_cut:
-            _memory.require_room(each, "the gradients of one output for one example", network.device)
+            together = 2 if first is not None and _memory.is_given() else 1  # as the first look has them
+            _memory.require_room(together * each, "the gradients of one output for an example", network.device)
             step = max(1, quick // each)
     if step >= size:
         whole = first if first is not None and first.inputs is batch.inputs else capture_batch(network, batch)

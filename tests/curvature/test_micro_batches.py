@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus._memory import budget, memory_budget, parse_bytes
+from laplace_plus._memory import budget, in_words, memory_budget, parse_bytes
 from laplace_plus.batches import Batch, can_be_cut, cut
 from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.curvature.operators import GGNOperator, JacobianOperator
@@ -101,8 +101,13 @@ def test_larger_budgets_make_fewer_micro_batches() -> None:
 
 
 def test_a_budget_too_small_for_one_example_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"one output for one example.*memory_budget"):
+    """By what the two examples take that the first batch is looked at with."""
+    with pytest.raises(ConfigurationError, match=r"one output for an example.*memory_budget") as failure:
         lp.KFAC(convolutional(), "classification", memory_budget="2 KiB").fit(data())
+    posterior = lp.KFAC(convolutional(), "classification")
+    posterior.fit(data())
+    least = 2 * (posterior.network.bytes_per_example or 0)
+    assert f"memory_budget of at least {in_words(least)}." in str(failure.value)
 
 
 def test_a_budget_too_small_for_a_prediction_is_named() -> None:
