@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import errors
-from laplace_plus.batches import iterate
+from laplace_plus.batches import Batch, iterate
 from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
@@ -45,8 +45,8 @@ from laplace_plus.evidence.validation import Validation
 from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.midpoints import neighbours
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
-from laplace_plus.leave_one_out.training_end import DECAY_RATIO, training_end
-from laplace_plus.leave_one_out.tuning import LeaveOneOut
+from laplace_plus.leave_one_out.training_end import DECAY_RATIO, TrainingEnd, training_end
+from laplace_plus.leave_one_out.tuning import LeaveOneOut, Searched
 from laplace_plus.likelihoods.sampling import draw_seed
 
 SCALES = tuple(10 ** (-k / 4) for k in range(-4, 25))
@@ -167,41 +167,16 @@ class Auto:
         model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
         n_data, size = posterior.n_data, posterior.network.n_parameters
         room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
-        why, data = None, None
-        if posterior.group is not None:
-            why = "The data are spread over several processes"
-        elif room < min(LEAST, n_data):
-            why = f"The covariances of {model.n_outputs} outputs are too large"
-        else:
-            try:
-                data = posterior.training_data.again(None, "The default tuning passes over the training data.")
-            except DataError:
-                why = "The training data are not at hand"
+        data, missing = _data_of_fit(posterior, room)
         if data is None:
-            why = f"{why}, so that nothing was left out to compare with the network."
+            why = f"{missing}, so that nothing was left out to compare with the network."
             warn(f"{why} Held-out data= would tell.", NoGainWarning)
             found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
-        training = precision
         first = next(iter(iterate(data, device=posterior.network.device)))
         rows = n_data * posterior.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
         share = min(1.0, ENOUGH / n_data, room / rows)
-        if known := not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
-            given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
-            training = given._training(posterior, model, data, progress)[0]
-        end, failed = None, ""
-        # The derivatives of each position's outputs pass through all positions of its example.
-        affordable = share * rows**2 / n_data * model.n_outputs * trained_size(posterior.network) <= PRODUCTS
-        if model.likelihood.is_classifier and affordable and not (known and training.ndim):
-            decay = training if known else None
-            try:
-                rank, temperature = getattr(posterior.structure, "factor_rank", None), posterior.temperature.detach()
-                end = training_end(model, posterior.network, data, n_data, share, temperature, decay, rank)
-            except DataError:
-                raise
-            except (LaplacePlusError, torch.linalg.LinAlgError, torch.OutOfMemoryError) as failure:
-                # Weights outside the selection may have no derivatives, or too large a curvature.
-                failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
+        training, end, notes = self._end_of_training(posterior, data, rows, share, noisy, progress)
         leverages: Leverages = "full" if end and end.exact else "first_order"
         moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data))), "displacing": end and end.covariances}
         deletions = Deletions(posterior, data, DECAY_RATIO * training, None, leverages, "position", **moving)
@@ -210,52 +185,37 @@ class Auto:
             error = noise_from_residuals(posterior)
             variance = posterior.noise_std.square().to(error.noise_std)
             deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
-        tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
+            notes += f" {error.problem}" if error.problem else ""
         part = size < trained_size(posterior.network) and (noisy or end is not None)
         scales = SCALES if part else SCALES[SCALES.index(1.0) :]
-        ones = torch.ones(1, device="cpu")
+        tuner, ones = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples), torch.ones(1, device="cpu")
         search = partial(tuner._search, base=precision, levels=ones, scales=scales, seed=seed, progress=progress)
         try:
-            losses, noises, _, _ = search(deletions, noisy=noisy)
+            left_out = search(deletions, noisy=noisy)
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
             deletions.leverages = "first_order"
-            losses, noises, _, _ = search(deletions, noisy=noisy)
-        between = allowed = accuracy = None
+            left_out = search(deletions, noisy=noisy)
+        between = None
         if model.likelihood.is_classifier and rows == n_data:
             try:
-                if near := neighbours(posterior, data, first, precision, int(min(ENOUGH, room))):
-                    between, sure = search(near[0], noisy=False)[:2]
-                    accuracy = near[1]
-                    allowed = sure >= min(accuracy, float(sure[-1]))
+                between = _between(posterior, data, first, int(min(ENOUGH, room)), search)
             except errors.CheckpointError:
                 raise
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
-                failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
-        if between is None or not bool(between.isfinite().all()):
-            between = allowed = accuracy = None
+                notes += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
-        compared, best, own = _choice(losses, between, allowed, noisy, may_be_own)
+        compared, best, own = _choice(left_out.losses, between, noisy, may_be_own)
         last, value = float(compared[-1]), float(compared[-1 if own else best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
             chosen = "network"
-        why = {
-            "marginal_likelihood": "No other scale of the covariance has a clearly smaller leave-one-out loss.",
-            "leave_one_out": f"{scales[best]:.3g} times the evidence's covariance has all but the least loss"
-            + ("." if allowed is None or best == 0 or allowed[best - 1] else " of those that are sure enough."),
-            "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
-        }[chosen]
-        loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * deletions.n_observations)
-        if model.likelihood.is_classifier and loss < INTERPOLATION:
-            why += f" The network interpolates its training data (loss {loss:.2g} nats)."
-        if end is not None and not end.stationary:
-            why += f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four."
-        if end is not None and end.decrement > UNFINISHED:
-            why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
-        why += failed + (f" {error.problem}" if noisy and error.problem else "")
-        if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
+        loss = -float(model.log_likelihood()) * deletions.n_examples / (n_data * deletions.n_observations)
+        interpolated = loss if model.likelihood.is_classifier and loss < INTERPOLATION else None
+        bounded = between is not None and best > 0 and not between.allowed[best - 1]
+        why = _why(chosen, scales[best], bounded, interpolated, end) + notes
+        if chosen == "network" or interpolated is not None:
             warn(f"{why} Held-out data= would tell more.", NoGainWarning)
-        noise = float(noises[best]) if noisy else 1.0
+        noise = float(left_out.factors[best]) if noisy else 1.0
         return AutoTuning(
             method="auto",
             prior_precision=precision / noise**2,
@@ -272,10 +232,82 @@ class Auto:
             training_prior_precision=None if end is None else end.precision,
             evidence=evidence,
             scales=scales,
-            losses=losses,
-            midpoint_losses=between,
-            neighbour_accuracy=accuracy,
+            losses=left_out.losses,
+            midpoint_losses=None if between is None else between.losses,
+            neighbour_accuracy=None if between is None else between.accuracy,
         )
+
+    def _end_of_training(
+        self, posterior: Tunable, data: Iterable[Any], rows: int, share: float, noisy: bool, progress: bool
+    ) -> tuple[Tensor, TrainingEnd | None, str]:
+        """The precision of training as far as it is known, a classifier's end of training, and why that is missing."""
+        model, network, n_data = posterior.laplace_model(), posterior.network, posterior.n_data
+        training = posterior.prior_precision.detach()
+        if known := not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
+            given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
+            training = given._training(posterior, model, data, progress)[0]
+        # The derivatives of each position's outputs pass through all positions of its example.
+        affordable = share * rows**2 / n_data * model.n_outputs * trained_size(network) <= PRODUCTS
+        if not (model.likelihood.is_classifier and affordable) or known and training.ndim:
+            return training, None, ""
+        rank, temperature = getattr(posterior.structure, "factor_rank", None), posterior.temperature.detach()
+        try:
+            decay = training if known else None
+            return training, training_end(model, network, data, n_data, share, temperature, decay, rank), ""
+        except DataError:
+            raise
+        except (LaplacePlusError, torch.linalg.LinAlgError, torch.OutOfMemoryError) as failure:
+            # Weights outside the selection may have no derivatives, or too large a curvature.
+            return training, None, f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
+
+
+def _data_of_fit(posterior: Tunable, room: float) -> tuple[Iterable[Any] | None, str]:
+    """The data that can be left out within ``room`` examples' operations, or None and the reason."""
+    if posterior.group is not None:
+        return None, "The data are spread over several processes"
+    if room < min(LEAST, posterior.n_data):
+        return None, f"The covariances of {posterior.laplace_model().n_outputs} outputs are too large"
+    try:
+        return posterior.training_data.again(None, "The default tuning passes over the training data."), ""
+    except DataError:
+        return None, "The training data are not at hand"
+
+
+def _why(chosen: str, scale: float, bounded: bool, interpolated: float | None, end: TrainingEnd | None) -> str:
+    """What was chosen, and what is to know about it."""
+    why = {
+        "marginal_likelihood": "No other scale of the covariance has a clearly smaller leave-one-out loss.",
+        "leave_one_out": f"{scale:.3g} times the evidence's covariance has all but the least loss"
+        + (" of those that are sure enough." if bounded else "."),
+        "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
+    }[chosen]
+    if interpolated is not None:
+        why += f" The network interpolates its training data (loss {interpolated:.2g} nats)."
+    if end is not None and not end.stationary:
+        why += f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four."
+    if end is not None and end.decrement > UNFINISHED:
+        why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
+    return why
+
+
+class _Between(NamedTuple):
+    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
+
+    losses: Tensor
+    allowed: Tensor
+    accuracy: float
+
+
+def _between(
+    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Searched]
+) -> _Between | None:
+    """What at most so many midpoints of neighbouring data say; None without any, or where losses are not finite."""
+    near = neighbours(posterior, data, first, posterior.prior_precision.detach(), most)
+    if near is None:
+        return None
+    found, accuracy = search(near[0], noisy=False), near[1]
+    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
+    return _Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None
 
 
 class _Choice(NamedTuple):
@@ -286,12 +318,14 @@ class _Choice(NamedTuple):
     own: bool
 
 
-def _choice(losses: Tensor, between: Tensor | None, allowed: Tensor | None, noisy: bool, may_be_own: bool) -> _Choice:
+def _choice(losses: Tensor, between: _Between | None, noisy: bool, may_be_own: bool) -> _Choice:
     """By losses left out and their mean with those at midpoints: each is blind to some, so the wider, if allowed."""
-    losses = losses if allowed is None else losses.where(allowed, torch.inf)
+    losses = losses if between is None else losses.where(between.allowed, torch.inf)
     both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]
+    if between is not None:
+        both.append(((losses + between.losses) / 2, 0.0))
     found = []
-    for compared, given_up in both if between is None else [*both, ((losses + between) / 2, 0.0)]:
+    for compared, given_up in both:
         enough = (compared <= compared.min() + given_up).nonzero()[0 if noisy else -1]
         own = may_be_own and float(compared[-1] - compared.min()) <= NEGLIGIBLE
         found.append(_Choice(compared, 0 if own else int(enough), own))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,15 @@ class LeaveOneOutTuning(TuningResult):
     largest_leverage: float
     precisions: Tensor
     losses: Tensor
+
+
+class Searched(NamedTuple):
+    """Of precisions and scales mean losses ``[G · S]``, and noise factors or else a classifier's mean confidences."""
+
+    losses: Tensor
+    factors: Tensor
+    largest_leverage: float
+    n_observations: float
 
 
 @dataclass(frozen=True)
@@ -164,15 +173,16 @@ class LeaveOneOut:
             levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
         else:
             levels = checked_grid(self.grid).sort().values
-        losses, scales, largest, n_observations = search(levels)
-        _warn_of_interpolation(model, n_observations)
+        found = search(levels)
+        losses, scales = found.losses, found.factors
+        _warn_of_interpolation(model, found.n_observations)
         if self.grid is None and bool(torch.isfinite(losses).any()):
             best = int(losses.argmin())
             ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
             finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
-            more, more_scales, _, _ = search(finer)
+            more = search(finer)
             levels, order = torch.cat([levels, finer]).sort()
-            losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
+            losses, scales = torch.cat([losses, more.losses])[order], torch.cat([scales, more.factors])[order]
         best = int(losses.argmin())
         if not math.isfinite(float(losses[best])):
             what = "At every precision some leverage of the posterior reaches one, or its loss is not finite."
@@ -190,7 +200,7 @@ class LeaveOneOut:
             training_prior_precision=training,
             training_noise_std=own if training_noise is None else as_hyperparameter(training_noise),
             kappa=float(self.kappa),
-            largest_leverage=largest,
+            largest_leverage=found.largest_leverage,
             precisions=levels,
             losses=losses,
         )
@@ -225,12 +235,8 @@ class LeaveOneOut:
         seed: int | None,
         noisy: bool,
         progress: bool,
-    ) -> tuple[Tensor, Tensor, float, float]:
-        """Losses ``[G · S]`` at precisions ``level · base`` and scales of V, in one pass.
-
-        Besides, noise factors or else mean confidences ``[G · S]``, the displacements' largest leverage and the number
-        of observations.
-        """
+    ) -> Searched:
+        """The losses at precisions ``level · base`` and scales of V, in one pass."""
         likelihood = deletions.model.likelihood
         totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
         valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
@@ -262,7 +268,7 @@ class LeaveOneOut:
             # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
             losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
         losses = torch.where(sums.valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
-        return losses.flatten(), factors.flatten(), float(torch.cat(sums.leverages).max()), n_observations
+        return Searched(losses.flatten(), factors.flatten(), float(torch.cat(sums.leverages).max()), n_observations)
 
     def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
         """A batch's loss, and a classifier's confidences: the probabilities of the most probable classes."""
