@@ -296,7 +296,7 @@ def calibrate(
         if data is None or any(one is not None for one in (training_prior_precision, weight_decay, refit)):
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
             raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
-        _require_classifier(posterior)
+        _require_classifier(posterior, Posterior)
         options: dict[str, Any] = {"n_samples": n_samples, "generator": generator, "progress": progress}
         scaling = fit_scaling(posterior, data, method, link=link, **options)
         found = {name: getattr(scaling, name) for name in ("calibrated_nll", "held_out_nll", "converged")}
@@ -363,7 +363,10 @@ def calibrate(
     return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
 
 
-def _require_classifier(posterior: Posterior) -> None:
+def _require_classifier(posterior: Any, kind: Any) -> None:
+    if not isinstance(posterior, kind):
+        expected, got = f"a fitted {kind.__name__}, such as lp.KFAC", type(posterior).__name__
+        raise ConfigurationError("This cannot be calibrated.", expected=expected, got=got)
     posterior.require_fit()
     if not posterior.likelihood.is_classifier:
         what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
@@ -372,10 +375,7 @@ def _require_classifier(posterior: Posterior) -> None:
 
 
 def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
-    if not isinstance(posterior, GaussianPosterior):
-        expected, got = "a fitted lp.Full, lp.KFAC, …", type(posterior).__name__
-        raise ConfigurationError("Only Gaussian posteriors are calibrated.", expected=expected, got=got)
-    _require_classifier(posterior)
+    _require_classifier(posterior, GaussianPosterior)
     check_choice("fallback", fallback, ("raise", "marginal_likelihood"))
     if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
         what = "interpolation must be a non-negative number."

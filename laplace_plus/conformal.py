@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import iterate
+from laplace_plus.batches import batch_size, describe, iterate
 from laplace_plus.calibration import CalibratedPosterior
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
@@ -39,6 +39,8 @@ from laplace_plus.predictive import Prediction
 
 CLASS_SCORES = ("threshold", "adaptive", "regularized")
 NUMBER_SCORES = ("scaled", "residual", "quantile")
+
+_MOST_GROUPS = 2**24
 
 Grouping = Callable[[Any], Tensor]
 """From a batch's inputs to the group of each example, integers ``[B]``."""
@@ -122,7 +124,7 @@ class ConformalPosterior:
         """The threshold of each row; ∞ for groups that were not seen."""
         if not callable(self.by):
             return self.thresholds.expand(n_rows, *self.thresholds.shape[1:])
-        groups = self.by(x).long().cpu()
+        groups = _groups_of(x, self.by)
         groups = groups.repeat_interleave(n_rows // len(groups))
         known = (groups >= 0) & (groups < len(self.thresholds))
         limits = self.thresholds[groups.where(known, 0)]
@@ -156,7 +158,7 @@ def conformalize(
         NotFittedError: Before ``fit``.
         ConfigurationError: Another score or level.
         UnsupportedError: Several binary outputs.
-        DataError: No target that counts, or soft labels.
+        DataError: No target that counts, soft labels, or groups that are none.
 
     Example:
         >>> import laplace_plus as lp
@@ -191,15 +193,20 @@ def conformalize(
         else:
             values = targets[..., 0] if targets.dim() > 2 else targets  # noqa: PLR2004 - given noise
             each = _number_scores(prediction, values, score, level)
-        group = labels if by == "class" else by(batch.inputs) if callable(by) else torch.zeros(1)
+        group = labels if by == "class" else _groups_of(batch.inputs, by) if callable(by) else torch.zeros(1)
         kept = weight > 0
         found.append(each[kept].double().cpu())
         groups.append(group.cpu().long().repeat_interleave(len(each) // len(group))[kept.cpu()])
     scores, group = torch.cat(found), torch.cat(groups)
     if not len(scores):
         raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
+    if not 0 <= int(group.min()) <= int(group.max()) < _MOST_GROUPS:
+        expected, got = f"integers from 0, below {_MOST_GROUPS}", f"{int(group.min())} … {int(group.max())}"
+        raise DataError("These groups cannot be counted.", expected=expected, got=got)
     n_groups = n_classes if by == "class" else int(group.max()) + 1
-    thresholds = torch.stack([threshold(scores[group == one], level) for one in range(n_groups)])
+    thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
+    for one in group.unique().tolist():
+        thresholds[one] = threshold(scores[group == one], level)
     return ConformalPosterior(posterior, score, float(level), thresholds, by, _state(posterior))
 
 
@@ -209,6 +216,14 @@ def threshold(scores: Tensor, level: float) -> Tensor:
     if rank > len(scores):
         return scores.new_full(scores.shape[1:], math.inf)
     return scores.sort(0).values[rank - 1]
+
+
+def _groups_of(x: Any, by: Grouping) -> Tensor:
+    groups, size = by(x), batch_size(x)
+    if not isinstance(groups, Tensor) or groups.numel() != size or bool((groups.long() != groups).any()):
+        expected = f"integers [{size}], one for each example"
+        raise DataError("The groups do not fit the inputs.", expected=expected, got=describe(groups))
+    return groups.flatten().long().cpu()
 
 
 def _class_scores(prediction: Prediction, score: str, generator: torch.Generator | None) -> Tensor:

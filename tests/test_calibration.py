@@ -404,3 +404,11 @@ def test_a_network_that_was_trained_on_is_noticed_after_a_fit_of_the_posterior_i
     found.predictive(x)
     with pytest.raises(ModelChangedError):
         posterior.predictive(x)
+
+
+@pytest.mark.parametrize("method", ["temperature", "leave_one_out"])
+def test_what_is_no_posterior_is_refused(method):
+    x, y = torch.randn(20, 2), torch.arange(20) % 2
+    posterior = lp.Full(nn.Linear(2, 2), "classification").fit([(x, y)])
+    with pytest.raises(ConfigurationError, match="cannot be calibrated"):
+        lp.calibrate(lp.Mixture([posterior]), [(x, y)], method)

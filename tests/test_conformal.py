@@ -234,3 +234,18 @@ def test_tokens_and_single_logits():
     binary = lp.KFAC(nn.Linear(3, 1), "binary").fit([(x[:, 0], y[:, 0] % 2)])
     sets = lp.conformalize(binary, [(x[:, 0], y[:, 0] % 2)], level=0.5).predict_set(x[:, 0])
     assert_close(sets, binary.predict_proba(x[:, 0]) >= binary.predict_proba(x[:, 0])[sets].min())
+
+
+def test_groups_that_are_none_are_refused_and_far_ones_are_quick():
+    numbers, x = Known(lp.Gaussian(1.0)), torch.randn(40, 1)
+    for by in (
+        lambda x: [0] * len(x),
+        lambda x: torch.zeros(1),
+        lambda x: x[:, 0],
+        lambda x: torch.full((len(x),), -1),
+        lambda x: torch.full((len(x),), 2**40),
+    ):
+        with pytest.raises(DataError, match="groups"):
+            lp.conformalize(numbers, [(x, x)], by=by)
+    made = lp.conformalize(numbers, [(x, x)], by=lambda x: torch.full((len(x),), 10**6))
+    assert made.thresholds.shape == (10**6 + 1, 1) and int(made.thresholds.isfinite().sum()) == 1

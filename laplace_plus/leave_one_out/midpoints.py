@@ -62,7 +62,7 @@ def neighbours(
     if len(x) <= NEIGHBOURS or not count:
         return None
     chosen = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().to(x.device)
-    flat = x.flatten(1).float()
+    flat = (x - x.mean(0)).flatten(1).float()  # distances come of products, which lose digits far from the origin
     distances = torch.cdist(flat[chosen], flat).scatter_(1, chosen[:, None], torch.inf)
     near = distances.topk(NEIGHBOURS, largest=False).indices
     between, labels = ((x[chosen, None] + x[near]) / 2).flatten(0, 1), y[chosen].repeat_interleave(NEIGHBOURS, 0)

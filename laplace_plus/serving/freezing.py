@@ -26,6 +26,8 @@ from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
 from laplace_plus.structured.softmax_output.block import require_dense
 
+_PLAIN = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+
 
 class FrozenPrediction(NamedTuple):
     """Tensors ``[B, *, C]`` with the names and values that :class:`~laplace_plus.Prediction` has.
@@ -57,9 +59,9 @@ class FrozenPosterior(nn.Module):
         """Stay in evaluation mode, whatever the argument."""
         return super().train(False)
 
-    def forward(self, x: Any = None, *more: Any, **keywords: Any) -> FrozenPrediction:
-        """The prediction for a batch's inputs, passed as to the network; ``x`` is the first of them."""
-        mean, covariance = self.functional(*(() if x is None else (x,)), *more, **keywords)
+    def forward(self, first: Any = None, /, *more: Any, **keywords: Any) -> FrozenPrediction:
+        """The prediction for a batch's inputs, passed as to the network."""
+        mean, covariance = self.functional(*(() if first is None else (first,)), *more, **keywords)
         variance, noise = _variance(mean, covariance), cast(Any, self.noise)
         if noise is not None:
             return FrozenPrediction(mean, variance + noise, mean, variance)
@@ -87,7 +89,8 @@ def freeze(posterior: Any, x: Any = None, link: str | None = None) -> FrozenPost
         tries = [batches.cut(tries[0], some) for some in ([0, 1 % size, 2 % size], [0])]
     capture = Capture(network, tries[0])
     layouts = Gradients(network, capture).layouts
-    is_head = capture.pointwise and layouts[0].rule == MATRIX and layouts[0].shape[0] == 1
+    module = type(network.model.get_submodule(network.layers[0]))  # one of its own may prepare what it multiplies
+    is_head = capture.pointwise and module.forward in _PLAIN and layouts[0].rule == MATRIX and layouts[0].shape[0] == 1
     needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
     if is_head and any(len(item.shape) > 1 for item in network.selected):
         functional: nn.Module = _Head(posterior, layouts[0], needed)

@@ -7,8 +7,9 @@ remains: the forward pass, one backward pass to the layers' outputs for each out
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from laplace_plus import batches
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.errors import LaplacePlusError, UnsupportedError
+from laplace_plus.errors import DataError, LaplacePlusError, UnsupportedError
 from laplace_plus.predictive.linearized import MANY_OUTPUTS
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
@@ -29,6 +30,7 @@ _EXAMPLES = 11
 
 aten = torch.ops.aten
 _SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_PARTS = {aten.slice.Tensor: 0, aten.slice_scatter.default: 1}
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -44,7 +46,8 @@ class Graph(nn.Module):
             raise unrecorded(f"it has more than {MANY_OUTPUTS} outputs, or the tangent optimum as its mean")
         inputs = batches.cut(network.receive(inputs), [number % size for number in range(_EXAMPLES)])
         factors = posterior.factors()
-        leaves, rebuild = batches.flatten(_in_order(*batches.bind(network.model, inputs)))
+        args, keywords = batches.bind(network.model, inputs)
+        leaves, rebuild = batches.flatten((args, keywords))
 
         def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             waiting = iter(tensors)
@@ -59,6 +62,9 @@ class Graph(nn.Module):
         }
         decompositions.pop(aten.embedding_dense_backward.default, None)
         try:
+            parameters = inspect.signature(network.model.forward).parameters.values()
+            self.names = [own.name for own in parameters if own.kind <= own.POSITIONAL_OR_KEYWORD]
+            self.forms = {place: _form_of(leaf) for place, leaf in _places(self.names, args, keywords).items()}
             with torch.no_grad():
                 recorded = make_fx(call, decomposition_table=decompositions)(
                     *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
@@ -70,10 +76,16 @@ class Graph(nn.Module):
         self.recorded = _without_sizes(recorded)
 
     def forward(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        """The mean, and what the link needs."""
-        leaves = batches.flatten(_in_order(inputs, keywords))[0]
-        mean, covariance = self.recorded(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        """The mean, and what the link needs; DataError for other inputs than examples like those recorded."""
+        leaves = _places(self.names, inputs, keywords)
+        if leaves.keys() != self.forms.keys() or not (torch.jit.is_tracing() or self._fits(leaves)):
+            what, fix = "A recorded graph takes inputs of one form.", "Freeze again with such inputs: freeze(x)."
+            raise DataError(what, expected=f"{self.forms}", got=batches.describe((*inputs, keywords)), fix=fix)
+        mean, covariance = self.recorded(*(leaves[place] for place in self.forms if isinstance(leaves[place], Tensor)))
         return mean, covariance
+
+    def _fits(self, leaves: Mapping[Any, Any]) -> bool:
+        return all(_form_of(leaves[place]) == form for place, form in self.forms.items())
 
 
 def unrecorded(why: str) -> UnsupportedError:
@@ -85,8 +97,23 @@ def unrecorded(why: str) -> UnsupportedError:
     )
 
 
-def _in_order(args: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return tuple(args), dict(sorted(keywords.items()))
+def _places(names: Sequence[str], args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[Any, Any]:
+    """What a network's arguments hold, by their places there, however they are passed; without those that are None."""
+    found: dict[Any, Any] = {}
+    given = [*zip([*names, *range(len(args))], args, strict=False), *keywords.items()]
+    waiting: list[Any] = given[::-1]
+    while waiting:
+        place, own = waiting.pop()
+        if isinstance(own, (Mapping, list, tuple)):
+            inner = own.items() if isinstance(own, Mapping) else enumerate(own)
+            waiting += reversed([((place, key), value) for key, value in inner])
+        elif own is not None:
+            found[place] = own
+    return found
+
+
+def _form_of(leaf: Any) -> Any:
+    return list(leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf
 
 
 def _moments(network: Any, factors: Mapping[str, Any], inputs: Any, mode: str) -> tuple[Tensor, Tensor]:
@@ -139,6 +166,10 @@ def _form(factor: Any, right: Tensor, lefts: list[Tensor], mode: str) -> Tensor:
     return torch.stack([torch.stack(row, -1) for row in full], -2)
 
 
+def _shape(node: fx.Node) -> Any:
+    return node.meta["tensor_meta"].shape
+
+
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
     return rows @ matrices[0] if len(matrices) == 1 else torch.einsum("bsgi,gij->bsgj", rows, matrices)
 
@@ -147,8 +178,9 @@ def _without_sizes(recorded: fx.GraphModule) -> fx.GraphModule:
     """A graph whose number of examples is open, with its tensors as buffers of its own."""
     graph = recorded.graph
     for node in list(graph.nodes):
-        if node.target in _IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
+        part = _PARTS.get(node.target)  # such as [:11] of eleven examples, and its derivative
+        if node.target in _IDENTITIES or part is not None and _shape(node) == _shape(node.args[part]):
+            node.replace_all_uses_with(node.args[part or 0])
             graph.erase_node(node)
         elif node.target in _SHAPES:
             sizes = list(node.args[1])
@@ -163,6 +195,14 @@ def _without_sizes(recorded: fx.GraphModule) -> fx.GraphModule:
                 node.replace_all_uses_with(graph.call_function(like.default, (part,)))
             graph.erase_node(node)
     graph.eliminate_dead_code()
+    for node in list(graph.nodes):  # tensors that the network makes move with the module, as its own do
+        if node.op == "call_function" and not node.all_input_nodes:
+            recorded.register_buffer(f"made_{node.name}", node.target(*node.args, **node.kwargs))
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.get_attr(f"made_{node.name}"))
+            graph.erase_node(node)
+        elif "device" in node.kwargs:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "device"}
     for name in {node.target for node in graph.nodes if node.op == "get_attr"}:
         tensor = operator.attrgetter(name)(recorded)
         delattr(recorded, name)

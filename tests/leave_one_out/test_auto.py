@@ -208,6 +208,23 @@ def test_no_scale_is_less_sure_at_midpoints_than_votes_of_neighbours_are_right(k
     assert sure[0] < found.neighbour_accuracy <= sure[1]
 
 
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
+def test_neighbours_are_the_same_far_from_the_origin():
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x - shift)
+
+    x = torch.randn(60, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = (x.sum(1) > 0).long()
+    found = []
+    for shift in (0.0, 2.0**20):
+        torch.manual_seed(0)
+        posterior = lp.Full(Shifted(3, 2).double(), "classification").fit([(x + shift, y)])
+        found.append(posterior.fit_prior_precision(lp.Auto(training_prior_precision=1.0)).tuning)
+    assert found[0].neighbour_accuracy == found[1].neighbour_accuracy
+    torch.testing.assert_close(found[0].midpoint_losses, found[1].midpoint_losses, rtol=1e-6, atol=1e-6)
+
+
 def test_data_without_labels_have_no_say():
     net, x, y = linear_problem(classification=True)
     blank = torch.full((20,), -100)

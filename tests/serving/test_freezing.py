@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 
 
 def fitted(cls, likelihood="classification", size=3, *, dtype=torch.float32, parameters="last_layer", **options):
@@ -145,6 +145,72 @@ def test_traced_modules_take_other_batches(likelihood, size):
         warnings.simplefilter("ignore")  # torch's own, of tracing
         traced = torch.jit.trace(posterior.freeze(), (x[:3],))
     check(traced(x), posterior, x)
+
+
+class TwoInputs(nn.Module):
+    """Of which the first one comes last in the alphabet, and is not the first called ``x``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.ours, self.theirs, self.last = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, other, x=None, scale=1.0):
+        return scale * self.last(torch.tanh(self.ours(other) + 2 * self.theirs(x)))
+
+
+class OneDictionary(TwoInputs):
+    def forward(self, batch):
+        return super().forward(batch["other"], batch["x"])
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", "all"])
+def test_several_inputs_are_passed_as_to_the_network(parameters):
+    _, x = fitted(lp.KFAC)
+    other, y = torch.randn(12, 3), torch.randn(12, 2)
+    for batch in ({"x": x, "other": other}, (other, x)):
+        posterior = lp.KFAC(TwoInputs(), "regression", parameters=parameters).fit([(batch, y)])
+        frozen, wanted = posterior.freeze(), posterior.predictive(batch).variance
+        calls = frozen(other, x), frozen(other, x=x), frozen(x=x, other=other), frozen(other=other, x=x)
+        for found in calls:
+            torch.testing.assert_close(found.variance, wanted, rtol=1e-5, atol=1e-5)
+    posterior = lp.KFAC(OneDictionary(), "regression", parameters=parameters).fit([({"other": other, "x": x}, y)])
+    found = posterior.freeze()({"x": x, "other": other}).mean
+    torch.testing.assert_close(found, posterior.network.model({"other": other, "x": x}).detach())
+
+
+def test_other_inputs_than_recorded_are_refused():
+    _, x = fitted(lp.KFAC)
+    frozen = lp.KFAC(TwoInputs(), "regression").fit([((x, x), torch.randn(12, 2))]).freeze()
+    for args, keywords in (((x, x), {"scale": 3.0}), ((x,), {}), ((x, x[:, :2]), {}), ((x, None), {})):
+        with pytest.raises(DataError, match="of one form"):
+            frozen(*args, **keywords)
+
+
+def test_recorded_tensors_and_slices_follow_the_batch():
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)[: len(x)] + torch.arange(2, device=x.device)
+
+    torch.manual_seed(0)
+    x, more = torch.randn(12, 3), torch.randn(30, 3)
+    net = Net(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    posterior = lp.KFAC(net, "regression").fit([(x, torch.randn(12, 2))])
+    frozen = posterior.freeze()
+    check(frozen(more), posterior, more)
+    assert frozen.to("meta")(x.to("meta")).variance.shape == (12, 2)
+
+
+def test_a_last_module_with_a_forward_of_its_own_keeps_it():
+    class Clamping(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.clamp(max=0.5))
+
+    torch.manual_seed(0)
+    x = torch.randn(12, 3)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), Clamping(8, 2))
+    posterior = lp.KFAC(net, "regression", parameters="last_layer").fit([(x, torch.randn(12, 2))])
+    check(posterior.freeze(x / 100)(10 * x), posterior, 10 * x)
 
 
 @pytest.mark.slow
