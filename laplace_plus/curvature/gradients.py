@@ -269,7 +269,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
     """
     size = step = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
     first = first_look(network, batch)
-    if size > 1 and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):
+    if size and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):
         each, allowed = network.bytes_per_example or 0, _memory.budget(network.device)
         quick = allowed // 2
         if network.device.type == "cpu":
@@ -277,8 +277,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         if each * size > quick and network.can_cut is None:
             network.can_cut = runs_apart(network, batch, first)
         if each * size > quick and network.can_cut:
-            together = 2 if first is not None and _memory.is_given() else 1  # as the first look has them
-            _memory.require_room(together * each, "the gradients of one output for an example", network.device)
+            _memory.require_room(each, "the gradients of one output for one example", network.device)
             step = max(1, quick // each)
     if step >= size:
         whole = first if first is not None and first.inputs is batch.inputs else capture_batch(network, batch)
@@ -337,7 +336,10 @@ def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> b
     """Whether an example's outputs do not depend on the others; None where the batch does not tell.
 
     The first example runs with the last one that differs from it, unless ``ends`` is that run, and each of them alone.
+    ConfigurationError if a given memory budget does not hold the gradients of two examples.
     """
+    both = 2 * (network.bytes_per_example or 0)
+    _memory.require_room(both, "the gradients of one output for two examples", network.device, if_given=True)
     other = 0
     for leaf in batches.flatten(batch.inputs)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim:

@@ -138,6 +138,7 @@ def pieces(network: Network, inputs: Any, size: int) -> Iterator[slice]:
             found = rows(network, cut(inputs, [0, size - 1]))
         entries = 32 * found.values.numel() + 2**field.grid.d * 16 * found.vertex.numel()
         network.bytes_per_example = -(-(sum(kept.values()) + entries) // 2)
+        network.bytes_forward, network.can_cut = network.bytes_per_example, True  # for samples, which take less
     each, device = network.bytes_per_example, network.device
     require_room(each, "the derivatives of one ray", device)
     yield from slices(size, each, min(CHUNK_BYTES, budget(device) // 2))

@@ -211,24 +211,34 @@ class SpatialField(GaussianPosterior):
             options: Any = {"differentiable": differentiable, "generator": generator, "n_samples": n_samples}
             return super().functional_posterior(x, joint=joint, outputs=outputs, **options)
         self.require_fit()
-        x, alone = self.network.receive(x), wants_variances(outputs, joint) or outputs is None and not joint
+        x, variances = self.network.receive(x), wants_variances(outputs, joint)
         if not (size := batch_size(x)):
             raise DataError("There is nothing to predict.", expected="at least one ray", got=describe(x))
-        if alone and not differentiable and len(parts := [*pieces(self.network, x, size)]) > 1:
-            every = [self.functional_posterior(cut(x, part), outputs=outputs) for part in parts]
+        if not (joint or differentiable) and len(parts := [*pieces(self.network, x, size)]) > 1:
+            own = outputs if isinstance(outputs, Tensor) and outputs.ndim > 1 else None  # for each ray
+            every = [self.functional_posterior(cut(x, p), outputs=outputs if own is None else own[p]) for p in parts]
             return FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
         check_outputs(mean)
-        if outputs is not None and not isinstance(outputs, str):
+        if outputs is not None and not variances:
             chosen = output_indices(outputs, mean.shape).to(mean.device).expand(size, -1)
             mean = mean.gather(-1, chosen)
             slopes = slopes.gather(1, chosen[ray][..., None].expand(-1, -1, self.grid.d))
         moved = slopes @ self._vertex_covariance().to(slopes.dtype)[vertex]  # [·, K, d]
-        if joint:  # every ray's derivatives side by side, at the vertices that any of them touches
-            touched, place = vertex.unique(return_inverse=True)
-            empty = slopes.new_zeros(size, len(touched), *slopes.shape[1:])
-            left, right = (empty.index_put((ray, place), part) for part in (moved, slopes))
-            return FunctionalPosterior(mean, torch.einsum("nukd,muld->nkml", left, right))
+        if joint:  # every ray's derivatives side by side, at the vertices that any of them touches, some at a time
+            n = mean.numel()
+            require_free(n**2 * slopes.element_size(), "A joint covariance", mean.device, "Pass fewer rays at a time.")
+            found, (touched, place) = slopes.new_zeros(n, n), vertex.unique(return_inverse=True)
+            each = 4 * n * self.grid.d * slopes.element_size()
+            for some in slices(len(touched), each, chunk_bytes(mean.device, of_caches=16)):
+                inside = (place >= some.start) & (place < some.stop)
+                where = ray[inside], place[inside] - some.start
+                empty = slopes.new_zeros(size, some.stop - some.start, *slopes.shape[1:])
+                left, right = (
+                    empty.index_put(where, part[inside]).transpose(1, 2).reshape(n, -1) for part in (moved, slopes)
+                )
+                found = found.addmm_(left, right.mT)
+            return FunctionalPosterior(mean, found.view(*mean.shape, *mean.shape))
         products = (moved * slopes).sum(-1) if outputs == "diagonal" else moved @ slopes.mT
         found = products.new_zeros(size, *products.shape[1:]).index_add(0, ray, products)
         return FunctionalPosterior(mean, independent_variances(mean, found) if outputs == "independent" else found)

@@ -8,7 +8,7 @@ every network. Each is therefore compared with plain backward passes at its firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from typing_extensions import override
 
-from laplace_plus import _memory, batches
+from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.linearization import Checked
 from laplace_plus.differentiability import differentiable_kernels
@@ -36,10 +36,6 @@ _MANY = 100
 _SHAPES = 8
 """Number of batch shapes that are traced: a loader of equal batches has two, and tracing many would cost more than it
 saves."""
-
-_CACHE = 96 << 20
-"""Bytes of second derivatives that a CPU takes together. Measured: beyond this size the tensors leave the caches, and a
-small image network's passes take twice as long together as one after the other."""
 
 _LANCZOS_STEPS = 12
 """They cost little beside an exploration's thousands of gradients, and find the largest eigenvalue of the tests'
@@ -78,7 +74,7 @@ class ParticleLandscape(LossLandscape):
         result = self.prior_gradient(points)
         with exact_arithmetic(self.network), torch.no_grad():
             for batch in self._batches():
-                for part, some in self._parts(batch, points):
+                for part, some in self.parts(batch, points):
                     result[some] += self._batch_gradient(part, points[some])
         return result
 
@@ -104,21 +100,6 @@ class ParticleLandscape(LossLandscape):
         except UnsupportedError:
             found = lanczos(hessian_products, start, steps)
         return float(torch.linalg.eigvalsh(found.tridiagonal().double())[-1])
-
-    def _parts(self, batch: Batch, points: Tensor) -> Iterator[tuple[Batch, slice]]:
-        """Parts of a batch, and of the points, whose gradients fit into memory."""
-        size, each = batches.batch_size(batch.target), self._bytes_at_one_point()
-        room = max(1, _memory.budget(points.device) // each)
-        together = max(1, min(len(points), self._stream.chunk_size, room // size))
-        if points.device.type == "cpu":
-            together = max(1, min(together, _CACHE // (each * size)))
-        rows = room if room < size and batches.can_be_cut(batch.inputs, size) else size
-        for start in range(0, size, rows):
-            part, chosen = batch, slice(start, start + rows)
-            if rows < size:
-                part = Batch(batches.cut(batch.inputs, chosen), batch.target[chosen])
-            for first in range(0, len(points), together):
-                yield part, slice(first, first + together)
 
     def _batch_gradient(self, batch: Batch, points: Tensor) -> Tensor:
         """Gradients ``[k, P]`` of one batch's loss in the fastest way that proves right."""

@@ -20,6 +20,7 @@ from laplace_plus import kernels
 from laplace_plus.batches import Batch
 from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structure, curvature_operator
 from laplace_plus.curvature.capture import capture_batch
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
@@ -228,6 +229,7 @@ def _outputs_alone(
     """A batch's outputs without a curvature; the first batch settles which layer is the last one."""
     if total is None and network.selection == "last_layer":
         capture_batch(network, batch)
+    forward_parts(network, batch.inputs)
     outputs = network.forward(batch.inputs)
     likelihood.validate(outputs, batch.target)
     return Curvature([]), outputs

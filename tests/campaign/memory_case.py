@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ METHODS: dict[str, Callable[..., Any]] = {
     "Mixture": lambda *args, **options: Mixed(*args, **options),
     "SpatialField": lambda *args, **o: lp.SpatialField(*args, box=[[0.0] * 3, [1.0] * 3], resolution=32, **o),
 }
+# One backward pass for each image, in place of one for each pixel and class.
+for _name in ("Diagonal", "KFAC", "EKFAC", "limited rank", "Riemannian"):
+    METHODS[f"{_name} of sampled labels"] = partial(METHODS[_name], backend=lp.Native("ggn_mc"))
 
 
 class Mixed:

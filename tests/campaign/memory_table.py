@@ -33,7 +33,9 @@ METHODS = (
     *("VariationalLastLayer", "ABNN", "TrainingFreeLoRA", "LowRank", "Subnetwork", "SampledLaplace", "NullSpace"),
     *("VIKING", "Riemannian", "MetricBNN", "SWAG", "Mixture"),
 )
-PAIRS = [(network, method) for method in METHODS for network in NETWORKS] + [("field", "SpatialField")]
+SAMPLED = ("Diagonal", "KFAC", "EKFAC", "limited rank", "Riemannian")
+PAIRS = [(network, method) for method in METHODS for network in NETWORKS]
+PAIRS += [("U-Net", f"{method} of sampled labels") for method in SAMPLED] + [("field", "SpatialField")]
 CALLS = ("fit", "tuning", "evidence", "first prediction", "joint", "sample", "sampled")
 
 Found = dict[str, dict[str, Any]]

@@ -94,7 +94,7 @@ def test_larger_budgets_make_fewer_micro_batches() -> None:
     network, (batch,) = Network(convolutional(), "all", lambda outputs: outputs), data()
     network.bytes_per_example = 40 * 2**20  # claimed
     counts = []
-    for allowed in (2**26, 2**28, 2**31, 2**32, 2**33, 2**34):
+    for allowed in (2**27, 2**28, 2**31, 2**32, 2**33, 2**34):
         with memory_budget(allowed):
             counts.append(len(list(micro_batches(network, Batch(*batch)))))
     assert counts == [20, 7, 7, 4, 2, 1]
@@ -102,12 +102,16 @@ def test_larger_budgets_make_fewer_micro_batches() -> None:
 
 def test_a_budget_too_small_for_one_example_is_named() -> None:
     """By what the two examples take that the first batch is looked at with."""
-    with pytest.raises(ConfigurationError, match=r"one output for an example.*memory_budget") as failure:
+    with pytest.raises(ConfigurationError, match=r"one output for two examples.*memory_budget") as failure:
         lp.KFAC(convolutional(), "classification", memory_budget="2 KiB").fit(data())
     posterior = lp.KFAC(convolutional(), "classification")
     posterior.fit(data())
     least = 2 * (posterior.network.bytes_per_example or 0)
     assert f"memory_budget of at least {in_words(least)}." in str(failure.value)
+    network = Network(convolutional(), "all", lambda outputs: outputs)
+    for _ in range(2):  # what the first look has learnt makes no second one pass
+        with memory_budget(least - 8), pytest.raises(ConfigurationError, match=r"two examples.*memory_budget"):
+            JacobianOperator(network, data())
 
 
 def test_a_budget_too_small_for_a_prediction_is_named() -> None:

@@ -215,7 +215,8 @@ class MetricBNN(ResumableFit):
             temperature=self._temperature,
             chunk_size=min(self.chunk_size, self.walk.n_particles),
         )
-        slopes = (loss_gradient(self.network, self.likelihood, batch, landscape.vector) for batch in self.batches(data))
+        parts = (part for batch in self.batches(data) for part, _ in landscape.parts(batch, landscape.vector[None]))
+        slopes = (loss_gradient(self.network, self.likelihood, part, landscape.vector) for part in parts)
         if not any(bool(slope.any()) for slope, _ in slopes):
             raise self.zero_curvature()
         n, room = self.walk.n_particles, 4 * budget(self.network.device)

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from laplace_plus.batches import same_sum
 from laplace_plus.curvature import Backend, Native
+from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError, warn
@@ -140,7 +141,7 @@ class SampledLaplace(SampleBased, ResumableFit):
             raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
         self.require_vectors(_VECTORS * self.n_samples, f"the solution for {self.n_samples} samples")
         first = self.batches(data)  # which looks whether the outputs are random
-        self.network.forward(next(first).inputs)
+        self.network.forward(forward_parts(self.network, next(first).inputs)[0])
         next(first, None)
         problem = self._problem_of(data)
         self.prior()  # refuses a prior of another shape: the selection is final by now
