@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
+from laplace_plus._memory import budget
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
 from laplace_plus.curvature.last_layer import REARRANGING, last_layer, reached, rows_of
@@ -448,9 +449,10 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
     patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
     n_probes = min((n + 1) // 2, _MAX_PROBES)
     # Two examples are enough, unless all units of some layer are inactive for them; one at a time if outputs are many.
+    together = outputs[0].numel() < 2**20 and 4 * capture.cotangent_bytes <= budget(outputs.device)
     for first in range(n_probes):
         ends = sorted({first, n - 1 - first})
-        for some in [ends] if outputs[0].numel() < 2**20 else zip(ends, strict=True):
+        for some in [ends] if together else zip(ends, strict=True):
             probes = outputs.new_zeros(len(some), *outputs.shape)
             probes[[*range(len(some))], [*some]] = patterns[: len(some)]
             for number, gradient in enumerate(capture.gradients(probes)):

@@ -175,6 +175,18 @@ def test_chunks_are_as_the_whole():
     torch.testing.assert_close(small.vertex_curvature, posterior.vertex_curvature)
     ours, theirs = small.functional_posterior(rays), posterior.functional_posterior(rays)
     torch.testing.assert_close(ours.covariance, theirs.covariance)
+    for options in ({"joint": True}, {"outputs": [1]}, {"outputs": torch.arange(40)[:, None] % 2}):
+        seen.clear()
+        ours, theirs = (own.functional_posterior(rays, **options).covariance for own in (small, posterior))
+        assert max(seen) < 40 or "joint" in options  # whose rays stay together, unlike the vertices
+        torch.testing.assert_close(ours, theirs)
+    seen.clear()
+    sampled = [
+        own.predictive(rays, method="sampled", n_samples=3, generator=torch.Generator().manual_seed(0)).mean
+        for own in (small, posterior)
+    ]
+    assert max(seen) < 40
+    torch.testing.assert_close(*sampled)
     small.memory_budget = 100
     with pytest.raises(lp.errors.ConfigurationError, match="one ray"):
         small.fit([(rays, torch.zeros(40, 2, **DOUBLE))])
