@@ -106,12 +106,16 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "posteriors.swag",
         "posteriors.training_free_lora",
         "posteriors.variational_last_layer",
-        "fields",
         "mixtures",
         "serving",
         "training.data_emphasized",
     )
-} | {"laplace_plus.constraints": 645, "laplace_plus.reconstruction": 657, "laplace_plus.uses": 1675}  # of eleven files
+} | {
+    "laplace_plus.constraints": 645,
+    "laplace_plus.fields": 612,
+    "laplace_plus.reconstruction": 657,
+    "laplace_plus.uses": 1675,  # of eleven files
+}
 
 
 def in_folder(folder):

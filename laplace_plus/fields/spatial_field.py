@@ -211,7 +211,8 @@ class SpatialField(GaussianPosterior):
             options: Any = {"differentiable": differentiable, "generator": generator, "n_samples": n_samples}
             return super().functional_posterior(x, joint=joint, outputs=outputs, **options)
         self.require_fit()
-        x, variances = self.network.receive(x), wants_variances(outputs, joint)
+        wants_variances(outputs, joint)  # refuses other texts
+        x = self.network.receive(x)
         if not (size := batch_size(x)):
             raise DataError("There is nothing to predict.", expected="at least one ray", got=describe(x))
         if not (joint or differentiable) and len(parts := [*pieces(self.network, x, size)]) > 1:
@@ -220,7 +221,7 @@ class SpatialField(GaussianPosterior):
             return FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
         check_outputs(mean)
-        if outputs is not None and not variances:
+        if outputs is not None and not isinstance(outputs, str):
             chosen = output_indices(outputs, mean.shape).to(mean.device).expand(size, -1)
             mean = mean.gather(-1, chosen)
             slopes = slopes.gather(1, chosen[ray][..., None].expand(-1, -1, self.grid.d))

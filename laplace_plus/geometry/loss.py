@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, Self
 
 import torch
@@ -278,17 +279,13 @@ class LossLandscape(Landscape):
     def parts(self, batch: Batch, points: Tensor) -> Iterator[tuple[Batch, slice]]:
         """Parts of a batch, and of the points, whose derivatives the memory budget holds."""
         each, room = self._bytes_at_one_point(), _memory.budget(points.device)
-        cut, size = pieces(self.network, batch.inputs, each, room), batches.batch_size(batch.target)
-        parts = [batch]
+        cut, parts, size = pieces(self.network, batch.inputs, each, room), [batch], batches.batch_size(batch.target)
         if len(cut) > 1:
             size = batches.batch_size(cut[0])
             parts = [Batch(*pair) for pair in zip(cut, batch.target.split(size), strict=True)]
-        together = min(self._stream.chunk_size, room // (each * size))
-        if points.device.type == "cpu":
-            together = min(together, _CACHE // (each * size))
-        for part in parts:
-            for some in _memory.slices(len(points), 1, max(1, together)):
-                yield part, some
+        quick = min(room, _CACHE) if points.device.type == "cpu" else room
+        together = max(1, min(self._stream.chunk_size, quick // (each * size)))
+        return product(parts, _memory.slices(len(points), 1, together))
 
     def ggn(self, point: Tensor, data: Iterable[Any] | None = None) -> GGNOperator:
         """``Σ_n J_nᵀ Λ_n J_n`` of the data's loss at ``point [P]``, neither tempered nor with the prior's part.

@@ -19,7 +19,6 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus.batches import Batch
 from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structure, curvature_operator
-from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
@@ -227,8 +226,6 @@ def _outputs_alone(
     generator: torch.Generator | None,
 ) -> tuple[Curvature, Tensor]:
     """A batch's outputs without a curvature; the first batch settles which layer is the last one."""
-    if total is None and network.selection == "last_layer":
-        capture_batch(network, batch)
     forward_parts(network, batch.inputs)
     outputs = network.forward(batch.inputs)
     likelihood.validate(outputs, batch.target)
