@@ -169,7 +169,7 @@ def conformalize(
         True
     """
     inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
-    if not hasattr(inner, "likelihood"):
+    if not hasattr(inner, "require_fit"):
         raise UnsupportedError("This is no posterior.", expected="such as lp.KFAC, fitted", got=type(inner).__name__)
     likelihood = inner.likelihood
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES

@@ -249,3 +249,10 @@ def test_groups_that_are_none_are_refused_and_far_ones_are_quick():
             lp.conformalize(numbers, [(x, x)], by=by)
     made = lp.conformalize(numbers, [(x, x)], by=lambda x: torch.full((len(x),), 10**6))
     assert made.thresholds.shape == (10**6 + 1, 1) and int(made.thresholds.isfinite().sum()) == 1
+
+
+def test_mixtures_are_refused():
+    x = torch.randn(20, 2)
+    mixture = lp.Mixture([lp.Full(nn.Linear(2, 2), "classification").fit([(x, torch.arange(20) % 2)])])
+    with pytest.raises(UnsupportedError, match="no posterior"):
+        lp.conformalize(mixture, [(x, torch.arange(20) % 2)])

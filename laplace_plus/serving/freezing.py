@@ -16,7 +16,7 @@ from laplace_plus import batches
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import MATRIX, Layout
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods.base import unknown_link
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.posteriors.registry import ADDED
@@ -104,7 +104,7 @@ def freeze(posterior: Any, x: Any = None, link: str | None = None) -> FrozenPost
         try:
             with torch.no_grad():
                 found = frozen(*args, **keywords)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except NETWORK_ERRORS as error:
             raise _unsupported(f"its copy fails ({error})") from error
         for own, other in zip(found, (wanted.mean, wanted.variance, mean, variance), strict=True):
             tolerance = torch.finfo(capture.outputs.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
@@ -128,6 +128,11 @@ def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
     return covariance.diagonal(dim1=-2, dim2=-1) if covariance.dim() > mean.dim() else covariance
 
 
+def _formed(side: Any, like: Tensor) -> Any:
+    """The first group's eigenvectors, which a limited rank leaves as reflections."""
+    return side if side is None else side[0] if isinstance(side, Tensor) else torch.eye(len(like)).to(like) @ side[0]
+
+
 class _Head(nn.Module):
     """Outputs and covariance of a last layer, from the features φ that the model gives without it."""
 
@@ -147,8 +152,8 @@ class _Head(nn.Module):
         left, right, table, dense = None, None, None, None
         if isinstance(factor, EigenFactor) and isinstance(factor.basis, (KroneckerBasis, IdentityBasis)):
             left, right = (getattr(factor.basis, side, None) for side in ("left", "right"))
-            left, right = left if left is None else left[0], right if right is None else right[0]
             table = factor.values[0].reciprocal()
+            left, right = _formed(left, table[:, 0]), _formed(right, table[0])
             if needed == "full":
                 left = torch.eye(size).to(table) if left is None else left
                 table = torch.einsum("co,ko,oi->cki", left, left, table).flatten(0, 1)

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from laplace_plus import batches
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.errors import DataError, LaplacePlusError, UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, DataError, LaplacePlusError, UnsupportedError
 from laplace_plus.predictive.linearized import MANY_OUTPUTS
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
@@ -71,7 +71,7 @@ class Graph(nn.Module):
                 )
         except LaplacePlusError:
             raise
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        except NETWORK_ERRORS as error:
             raise unrecorded(f"the network's operations cannot be recorded ({error})") from error
         self.recorded = _without_sizes(recorded)
 

@@ -68,6 +68,24 @@ def test_weights_without_biases_and_biases_that_are_not_selected():
     check(posterior.freeze()(x), posterior, x, 1e-10)
 
 
+def test_weights_that_the_network_reads_itself_are_refused():
+    class Reading(nn.Sequential):
+        def forward(self, x):
+            return nn.functional.linear(self[0](x).tanh(), self[1].weight, self[1].bias)
+
+    x = torch.randn(12, 3)
+    net = Reading(nn.Linear(3, 8), nn.Linear(8, 2))
+    posterior = lp.KFAC(net, "regression", parameters="last_layer").fit([(x, torch.randn(12, 2))])
+    with pytest.raises(UnsupportedError, match="its copy fails"):
+        posterior.freeze()
+
+
+def test_factors_of_limited_rank():
+    for parameters in ("last_layer", "all"):
+        posterior, x = fitted(lp.KFAC, dtype=torch.float64, parameters=parameters, factor_rank=2)
+        check(posterior.freeze()(x), posterior, x, 1e-8)
+
+
 def test_the_tangent_optimum_is_the_frozen_mean():
     posterior, x = fitted(lp.Full, "regression", 1, dtype=torch.float64)
     posterior.fit_prior_precision(lp.Tangent())
