@@ -61,7 +61,7 @@ def check_finite(values: Tensor, what: str) -> None:
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         got = f"{int((~finite).sum())} of {values.numel()} entries that are not"
-        fix = "Check the inputs and the trained weights; half precision may have overflowed."
+        fix = "Check inputs and weights. Half precision may overflow, and so do weights drawn under too low a prior."
         raise NonFiniteError(f"{what} hold NaN or infinity.", expected="finite numbers", got=got, fix=fix)
 
 

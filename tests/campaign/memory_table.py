@@ -3,8 +3,8 @@
     python tests/campaign/memory_table.py build/memory.jsonl [--seconds 600] [--only ABNN] [--print]
 
 Each pair of a network and a class is tried at 64 MiB, and what is refused there at the budget that the refusals name,
-and so on up to 2 GiB. Each case is a process of its own, forked from one that has imported everything; see
-:mod:`memory_case`.
+and so on up to 2 GiB; some classes at larger budgets, too. Each case is a process of its own, forked from one that has
+imported everything; see :mod:`memory_case`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 MIB = 2**20
 FIRST, LAST = 64, 2048
-LIMIT = 40
+LIMIT = 150
 """CPU seconds for each call."""
 
 NETWORKS = ("transformer", "ResNet-18", "U-Net")
@@ -36,7 +36,9 @@ METHODS = (
 SAMPLED = ("Diagonal", "KFAC", "EKFAC", "limited rank", "Riemannian")
 PAIRS = [(network, method) for method in METHODS for network in NETWORKS]
 PAIRS += [("U-Net", f"{method} of sampled labels") for method in SAMPLED] + [("field", "SpatialField")]
-CALLS = ("fit", "tuning", "evidence", "first prediction", "joint", "sample", "sampled")
+CALLS = (*("fit", "tuning", "evidence", "first prediction", "prediction", "joint", "information", "sample", "sampled"),)
+MORE = dict.fromkeys(("Diagonal", "KFAC", "last layer", "SampledLaplace"), (256, 1024))
+"""Further budgets."""
 
 Found = dict[str, dict[str, Any]]
 
@@ -91,8 +93,10 @@ def run(file: Path, seconds: float, only: list[str]) -> bool:
     for network, method in PAIRS:
         if only and not {method, network}.intersection(only):
             continue
-        budget, calls = FIRST, list(CALLS)
-        while calls and budget <= LAST:
+        budget, calls, more = FIRST, list(CALLS), list(MORE.get(method, ()))
+        while (calls and budget <= LAST) or more:
+            if not calls or budget > LAST:
+                budget, calls = more.pop(0), list(CALLS)
             key = (network, method, budget)
             if key not in known:
                 if time.monotonic() > end:
