@@ -246,7 +246,8 @@ def tangent_optimum(
     at = function(point)
     if not at.is_finite:
         raise _diverged(0, at.value)
-    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=max(2, min(20, _MEMORY_ENTRIES // (2 * len(origin)))))
+    numbers = min(_MEMORY_ENTRIES, _memory.budget(origin.device) // 48) if _memory.is_given() else _MEMORY_ENTRIES
+    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=max(2, min(20, numbers // (2 * len(origin)))))
     for iteration in range(max_iterations + 1):
         conditioned = scaled(at.gradient)
         decrement = float(at.gradient @ conditioned) / 2

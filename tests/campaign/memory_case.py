@@ -147,10 +147,12 @@ def calls(posterior: Any, data: Data) -> dict[str, Callable[[], Any]]:
             posterior.prior_precision = 1e4
         return posterior.predictive(x, method="sampled", n_samples=2)
 
+    # For speed.
+    brief = {"max_steps": 1, "optimum_tolerance": 100.0} if isinstance(posterior, lp.SampledLaplace) else {}
     some = {"n_samples": 20} if getattr(posterior, "default_method", None) == "sampled" else {}  # of 100: for speed
     return {
         "fit": lambda: posterior.fit(data, generator=torch.Generator().manual_seed(0)) and None,
-        "tuning": lambda: posterior.fit_prior_precision() and None,
+        "tuning": lambda: posterior.fit_prior_precision(**brief) and None,
         "evidence": lambda: posterior.fit_prior_precision("marginal_likelihood") and None,
         "first prediction": lambda: posterior.predictive(x, **some),
         "prediction": lambda: posterior.predictive(x, **some),

@@ -16,6 +16,7 @@ from laplace_plus.errors import ConfigurationError
 
 LATENT = lp.LatentModel(dimension=1, hidden=(4,), epochs=2, tolerance=1e9)
 WALK: Any = {"n_particles": 2, "n_steps": 2, "n_refinements": 1, "latent": LATENT}
+FEW = {"name": "cg", "max_iterations": 2}
 
 METHODS: dict[str, Callable[..., Any]] = {
     "LowRank": lambda *args, **options: lp.LowRank(*args, rank=2, remainder_probes=0, **options),
@@ -58,3 +59,15 @@ def test_the_default_tuning_leaves_out_selected_weights_alone_where_all_do_not_f
     assert "the curvature of all weights" in posterior.fit_prior_precision().tuning.why
     posterior.memory_budget = "300 MiB"
     assert "the curvature of all weights" not in posterior.fit_prior_precision().tuning.why
+
+
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+def test_tuning_by_samples_takes_more_than_their_solution_and_names_it() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 2))
+    x, y, brief = torch.randn(6, 4), torch.arange(6) % 2, {"max_steps": 1, "optimum_tolerance": 0.1}
+    posterior = METHODS["SampledLaplace"](net, "classification", memory_budget="20 KiB", solver=FEW).fit([(x, y)])
+    with pytest.raises(ConfigurationError, match="tangent model's optimum") as refusal:
+        posterior.fit_prior_precision(**brief)
+    posterior.memory_budget = re.findall(r"at least ([0-9.]+ [KM]iB)", str(refusal.value))[0]
+    assert len(posterior.fit_prior_precision(**brief).tuning.steps) == 1

@@ -259,6 +259,7 @@ class SampledLaplace(SampleBased, ResumableFit):
     @full_precision
     def tune_by_samples(self, options: SampledEvidence, *, progress: bool = False) -> SampledTuningResult:
         """What :class:`SampledEvidence` finds; see there."""
+        self.require_vectors(60 + 5 * self.n_samples, "the tangent model's optimum")  # most of them float64
         z = self._deviations()
         assert self._draws is not None
         noise = tunes_noise(self.likelihood, options.tune_noise)
