@@ -132,7 +132,6 @@ def require_room(n_bytes: int, what: str, device: torch.device, *, if_given: boo
     """Raise :class:`ConfigurationError` unless the budget (``if_given``: only a given one) holds what cannot be cut."""
     available = budget(device)
     if n_bytes > available and (_given.get() or not if_given):
-        named = in_words(n_bytes + n_bytes // 1000)  # enough also where it is rounded down
-        expected, got = f"memory_budget of at least {named}", in_words(available)
-        fix = "Raise memory_budget, or select fewer outputs or parameters."
+        expected, got = f"memory_budget of at least {in_words(n_bytes + n_bytes // 1000)}", in_words(available)
+        fix = "Raise memory_budget, or select fewer outputs or parameters."  # what is expected is rounded up
         raise ConfigurationError(f"The memory budget does not hold {what}.", expected=expected, got=got, fix=fix)

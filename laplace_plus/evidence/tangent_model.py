@@ -243,8 +243,7 @@ def tangent_optimum(
         return vector / precision if precondition is None else precondition(vector)
 
     point = torch.zeros_like(origin) if start is None else start.to(origin) - origin
-    at = function(point)
-    if not at.is_finite:
+    if not (at := function(point)).is_finite:
         raise _diverged(0, at.value)
     numbers = min(_MEMORY_ENTRIES, _memory.budget(origin.device) // 48) if _memory.is_given() else _MEMORY_ENTRIES
     pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=max(2, min(20, numbers // (2 * len(origin)))))

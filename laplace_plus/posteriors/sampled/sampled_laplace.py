@@ -260,9 +260,8 @@ class SampledLaplace(SampleBased, ResumableFit):
     def tune_by_samples(self, options: SampledEvidence, *, progress: bool = False) -> SampledTuningResult:
         """What :class:`SampledEvidence` finds; see there."""
         self.require_vectors(60 + 5 * self.n_samples, "the tangent model's optimum")  # most of them float64
-        z = self._deviations()
+        z, noise = self._deviations(), tunes_noise(self.likelihood, options.tune_noise)
         assert self._draws is not None
-        noise = tunes_noise(self.likelihood, options.tune_noise)
         problem = self._problem = self._known_problem(options.data)
         settings, draws = options.identity(tune_noise=noise), digest(self._draws.data)
         checkpoint = self._checkpoint(options.checkpoint, problem, tuning=settings, draws=draws)
