@@ -94,7 +94,7 @@ def _scales(count: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
     return {dtype: tuple(nodes.to(dtype)) for dtype in (torch.float32, torch.float64)}
 
 
-_SCALES = _scales(32)
+LOGISTIC_SCALES = _scales(32)
 
 _SMOOTH = 3.0
 """A class ``(s + 2)²`` or more below a time, of deviation s up to 3, needs no inner integral. No probability of 105
@@ -366,7 +366,7 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
         if entries.shape[-1] > 2:  # noqa: PLR2004
             variance = variance - entries[..., 1:2] - entries[..., 2:3]
         variance, ahead = variance.clamp_min(0.0), mean - mean.flip(-1)
-        scales, log_weights = (own.to(mean.device) for own in _SCALES[mean.dtype])
+        scales, log_weights = (own.to(mean.device) for own in LOGISTIC_SCALES[mean.dtype])
         units = ahead.unsqueeze(-1) * (variance.unsqueeze(-1) + scales).rsqrt()
         logits = (log_ndtr(units) + log_weights).logsumexp(-1)
         return torch.where(ahead < -20 - 1.5 * variance, ahead + variance / 2, logits)  # there σ is exp

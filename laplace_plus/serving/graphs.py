@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,17 +20,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from laplace_plus import batches
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.structures import GENERAL
 from laplace_plus.errors import NETWORK_ERRORS, DataError, LaplacePlusError, UnsupportedError
 from laplace_plus.predictive.linearized import MANY_OUTPUTS
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
-from laplace_plus.structured.gradients import OuterGradients
+from laplace_plus.structured.gradients import DenseGradients, OuterGradients
 
 _EXAMPLES = 11
 """Examples of the batch that is recorded: a prime number, by which few sizes of a network can be divided."""
 
 aten = torch.ops.aten
 _SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_FILLED = {aten.zeros: 0, aten.new_zeros: 0, aten.new_empty: 0, aten.ones: 1, aten.new_ones: 1}
 _PARTS = {aten.slice.Tensor: 0, aten.slice_scatter.default: 1}
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
@@ -58,22 +61,23 @@ class Graph(nn.Module):
         decompositions = {
             packet: function
             for packet, function in torch._decomp.decomposition_table.items()
-            if packet.name().removeprefix("aten::").partition(".")[0].endswith(("_backward", "_backward_data"))
+            if packet.name().partition(".")[0].endswith(("_backward", "_backward_data", "group_norm"))
         }
         decompositions.pop(aten.embedding_dense_backward.default, None)
+        decompositions[aten.convolution_backward.default] = _convolution_backward
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             parameters = inspect.signature(network.model.forward).parameters.values()
             self.names = [own.name for own in parameters if own.kind <= own.POSITIONAL_OR_KEYWORD]
             self.forms = {place: _form_of(leaf) for place, leaf in _places(self.names, args, keywords).items()}
             with torch.no_grad():
-                recorded = make_fx(call, decomposition_table=decompositions)(
-                    *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
-                )
+                recorded = make_fx(call, decomposition_table=decompositions)(*tensors)
+                recorded = make_fx(torch.func.functionalize(recorded))(*tensors)  # of what is written in place
         except LaplacePlusError:
             raise
         except NETWORK_ERRORS as error:
             raise unrecorded(f"the network's operations cannot be recorded ({error})") from error
-        self.recorded = _without_sizes(recorded)
+        self.recorded = _without_sizes(recorded, tensors)
 
     def forward(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         """The mean, and what the link needs; DataError for other inputs than examples like those recorded."""
@@ -120,15 +124,21 @@ def _moments(network: Any, factors: Mapping[str, Any], inputs: Any, mode: str) -
     """The outputs ``[B, C]``, and ``J Σ Jᵀ`` or its diagonal, by operations that a graph can hold."""
     capture = Capture(network, inputs)
     gradients, outputs = Gradients(network, capture), capture.outputs
+    without = [name for layout in gradients.layouts if layout.rule == GENERAL for name in layout.names]
+    if without:
+        raise unrecorded(f"no rule describes the layer of {', '.join(without)}")
     if outputs.ndim != 2 or capture.output_shape != outputs.shape:  # noqa: PLR2004
         raise unrecorded("an example's outputs are no vector")
     mean = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    sides: dict[str, tuple[Tensor, list[Tensor]]] = {}
+    sides: dict[str, tuple[Tensor | None, list[Tensor]]] = {}
     for unit in torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device).unbind():
         for layout, own in gradients.blocks((torch.zeros_like(outputs) + unit).unsqueeze(0)):
-            if not isinstance(own, OuterGradients) or not isinstance(factors.get(layout.key), EigenFactor):
+            if not isinstance(factors.get(layout.key), EigenFactor):
                 raise unrecorded(f"the block {layout.key} has another structure")
-            right, left = own.right(slice(None)), own.left(slice(None)).squeeze(0)
+            if isinstance(own, OuterGradients):
+                right, left = own.right(slice(None)), own.left(slice(None)).squeeze(0)
+            else:
+                right, left = None, own.dense(slice(0, own.n_examples)).squeeze(0)
             sides.setdefault(layout.key, (right, []))[1].append(left)
     parts: list[Tensor] = []
     for key, (right, lefts) in sides.items():
@@ -139,24 +149,29 @@ def _moments(network: Any, factors: Mapping[str, Any], inputs: Any, mode: str) -
     return mean.clone(), total.to(mean.dtype)
 
 
-def _form(factor: Any, right: Tensor, lefts: list[Tensor], mode: str) -> Tensor:
-    """One block's ``[B, C, C]`` or ``[B, C]``, of sides ``[B, S, G or 1, i]`` and, by output, ``[B, S, G, o]``."""
+def _form(factor: Any, right: Tensor | None, lefts: list[Tensor], mode: str) -> Tensor:
+    """One block's ``[B, C, C]`` or ``[B, C]``, of gradients by output: ``[B, G, o, i]``, or their sides.
+
+    Those are ``[B, S, G or 1, i]`` and, by output, ``[B, S, G, o]``.
+    """
     basis, weights = factor.basis, factor.values.reciprocal()
-    if not isinstance(basis, (KroneckerBasis, IdentityBasis)):
-        raise unrecorded("a block has no known eigenbasis")
-    for side in ("left", "right"):
-        own = getattr(basis, side, None)
-        if own is not None:
-            size = weights.shape[1 if side == "left" else 2]
-            own = own if isinstance(own, Tensor) else torch.eye(size).to(weights) @ own
-            lefts = [_times(left, own) for left in lefts] if side == "left" else lefts
-            right = _times(right, own) if side == "right" else right
-    if right.shape[1] == 1 and len(weights) == 1:
+    if right is not None and isinstance(basis, KroneckerBasis):
+        for name, size in zip(("left", "right"), weights.shape[1:], strict=True):
+            side = getattr(basis, name)
+            if side is not None:
+                side = side if isinstance(side, Tensor) else side @ torch.eye(size).to(weights)
+                lefts = [_times(left, side) for left in lefts] if name == "left" else lefts
+                right = _times(right, side) if name == "right" else right
+        basis = IdentityBasis()
+    if right is not None and isinstance(basis, IdentityBasis) and right.shape[1] == 1 and len(weights) == 1:
         scale = right[:, 0, 0].square() @ weights[0].mT  # [B, o]
         rows = [left[:, 0, 0] for left in lefts]
         pairs = [[(one * scale * other).sum(-1) for other in rows[: n + 1]] for n, one in enumerate(rows)]
     else:
-        written = [torch.einsum("bsgo,bsgi->bgoi", left, right.expand(-1, -1, len(weights), -1)) for left in lefts]
+        if right is not None:
+            every = right.expand(-1, -1, len(weights), -1)
+            lefts = [torch.einsum("bsgo,bsgi->bgoi", left, every) for left in lefts]
+        written = [basis.coordinates(DenseGradients(left[None])).dense(slice(0, len(left)))[0] for left in lefts]
         pairs = [
             [(one * weights * other).sum((1, 2, 3)) for other in written[: n + 1]] for n, one in enumerate(written)
         ]
@@ -171,13 +186,36 @@ def _shape(node: fx.Node) -> Any:
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
-    return rows @ matrices[0] if len(matrices) == 1 else torch.einsum("bsgi,gij->bsgj", rows, matrices)
+    if len(matrices) > 1:
+        return torch.einsum("bsgi,gij->bsgj", rows, matrices)
+    # Of more than two axes, the matrix would be expanded to the number of examples.
+    return (rows.flatten(0, 2) @ matrices[0]).unflatten(0, rows.shape[:3])
 
 
-def _without_sizes(recorded: fx.GraphModule) -> fx.GraphModule:
+def _convolution_backward(  # noqa: PLR0917 - torch's own arguments
+    gradient: Tensor, inputs: Tensor, weight: Tensor, _: Any, stride: Any, padding: Any, dilation: Any, *more: Any
+) -> Any:
+    """The inputs' gradient by a transposed convolution, which ONNX has, unlike the backward pass."""
+    transposed, _, groups, mask = more
+    if transposed or list(mask) != [True, False, False]:
+        return NotImplemented
+    over = [
+        size - ((n - 1) * s - 2 * p + d * (k - 1) + 1)
+        for size, n, s, p, d, k in zip(
+            inputs.shape[2:], gradient.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True
+        )
+    ]
+    return aten.convolution(gradient, weight, None, stride, padding, dilation, True, over, groups), None, None
+
+
+def _without_sizes(recorded: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
     """A graph whose number of examples is open, with its tensors as buffers of its own."""
     graph = recorded.graph
+    first, given = next(pair for pair in zip(graph.nodes, tensors, strict=False) if pair[1].shape[:1] == (_EXAMPLES,))
     for node in list(graph.nodes):
+        if node.target == aten.as_strided.default:  # how norms of groups view their statistics
+            node.target, node.args = aten.reshape.default, node.args[:2]
+        sizes = list(node.args[-1]) if getattr(node.target, "overloadpacket", None) in _FILLED else []
         part = _PARTS.get(node.target)  # such as [:11] of eleven examples, and its derivative
         if node.target in _IDENTITIES or part is not None and _shape(node) == _shape(node.args[part]):
             node.replace_all_uses_with(node.args[part or 0])
@@ -188,11 +226,16 @@ def _without_sizes(recorded: fx.GraphModule) -> fx.GraphModule:
             if at is not None:
                 sizes[at] = -1
                 node.args = (node.args[0], sizes, *node.args[2:])
-        elif node.target in (aten.new_ones.default, aten.new_zeros.default) and node.args[1][0] == _EXAMPLES:
-            like = aten.ones_like if node.target == aten.new_ones.default else aten.zeros_like
+        elif sizes and sizes[0] and sizes[0] % _EXAMPLES == 0:  # as many rows as there are examples
+            value, dtype = _FILLED[node.target.overloadpacket], node.meta["tensor_meta"].dtype
             with graph.inserting_before(node):
-                part = graph.call_function(aten.slice.Tensor, (node.args[0], -1, 0, node.args[1][-1]))
-                node.replace_all_uses_with(graph.call_function(like.default, (part,)))
+                rows = graph.call_function(aten.reshape.default, (first, [-1, given[0].numel()]))
+                column = graph.call_function(aten.slice.Tensor, (rows, -1, 0, 1))
+                filled = graph.call_function(aten.full_like.default, (column, value), {"dtype": dtype})
+                wide = graph.call_function(aten.expand.default, (filled, [-1, math.prod(sizes) // _EXAMPLES]))
+                made = graph.call_function(aten.reshape.default, (wide, [-1, *sizes[1:]]))
+                made.meta = node.meta
+                node.replace_all_uses_with(made)
             graph.erase_node(node)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):  # tensors that the network makes move with the module, as its own do

@@ -149,6 +149,54 @@ def test_all_weights(cls, likelihood, size):
         check(torch.jit.trace(frozen, (x[:3],))(x), posterior, x, 1e-8)
 
 
+WAYS = ["compile", "export", "strict", "onnx"]
+
+
+def served(frozen, way, x):
+    """The module made by one of :data:`WAYS` from an example of its inputs, for any number of them."""
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if way == "compile":
+            torch._dynamo.reset()
+            return torch.compile(frozen, backend="eager", fullgraph=True, dynamic=True)
+        if way == "onnx":
+            pytest.importorskip("onnxscript")
+            pytest.importorskip("onnxruntime")
+            return torch.onnx.export(frozen, (x,), dynamo=True, dynamic_shapes=shapes, verbose=False)
+        return torch.export.export(frozen, (x,), dynamic_shapes=shapes, strict=way == "strict").module()
+
+
+class Residual(nn.Module):
+    """Convolutions, also grouped and strided, norms of batches and of groups, pooling and an addition."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.branch = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.Tanh())
+        self.end = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 6, 2, stride=2), nn.GELU(), nn.AdaptiveAvgPool2d(1))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.start(x)
+        return self.head(self.end(x + self.branch(x)).flatten(1))
+
+
+def convolutional(cls):
+    torch.manual_seed(0)
+    net, x = Residual().train(), torch.randn(12, 1, 8, 8)
+    net(x)  # running statistics
+    return cls(net.eval(), "classification", prior_precision=0.3).fit([(x, torch.randint(0, 2, (12,)))]), x
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+def test_convolutional_networks(cls):
+    posterior, x = convolutional(cls)
+    frozen = posterior.freeze()
+    for n in (12, 5, 1):
+        check(frozen(x[:n]), posterior, x[:n])
+
+
 def test_another_link_than_the_default():
     for parameters in ("last_layer", "all"):
         posterior, x = fitted(lp.KFAC, parameters=parameters)
@@ -232,9 +280,12 @@ def test_a_last_module_with_a_forward_of_its_own_keeps_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Full])
-@pytest.mark.parametrize(("likelihood", "size"), [("classification", 3), ("classification", 70), ("regression", 2)])
-@pytest.mark.parametrize("way", ["compile", "export", "strict", "onnx"])
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
+@pytest.mark.parametrize(
+    ("likelihood", "size"),
+    [("classification", 2), ("classification", 3), ("classification", 70), ("regression", 2)],
+)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("parameters", ["last_layer", "all"])
 def test_compiled_and_exported_modules_take_other_batches(cls, likelihood, size, way, parameters):
     posterior, x = fitted(cls, likelihood, size, parameters=parameters)
@@ -242,17 +293,14 @@ def test_compiled_and_exported_modules_take_other_batches(cls, likelihood, size,
         with pytest.raises(UnsupportedError, match="cannot be frozen"):
             posterior.freeze()
         return
-    frozen, shapes = posterior.freeze(), ({0: torch.export.Dim.DYNAMIC},)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if way == "compile":
-            torch._dynamo.reset()
-            served = torch.compile(frozen, backend="eager", fullgraph=True, dynamic=True)
-        elif way == "onnx":
-            pytest.importorskip("onnxscript")
-            pytest.importorskip("onnxruntime")
-            served = torch.onnx.export(frozen, (x[:3],), dynamo=True, dynamic_shapes=shapes, verbose=False)
-        else:
-            served = torch.export.export(frozen, (x[:3],), dynamic_shapes=shapes, strict=way == "strict").module()
-        with torch.no_grad():
-            check(served(x), posterior, x)
+    with torch.no_grad():
+        check(served(posterior.freeze(), way, x[:3])(x), posterior, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_and_exported_convolutions(cls, way):
+    posterior, x = convolutional(cls)
+    with torch.no_grad():
+        check(served(posterior.freeze(), way, x[:3])(x), posterior, x)
