@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,6 @@ from laplace_plus.predictive import Prediction
 
 CLASS_SCORES = ("threshold", "adaptive", "regularized")
 NUMBER_SCORES = ("scaled", "residual", "quantile")
-
-_MOST_GROUPS = 2**24
 
 Grouping = Callable[[Any], Tensor]
 """From a batch's inputs to the group of each example, integers ``[B]``."""
@@ -114,8 +113,8 @@ class ConformalPosterior:
         if self.score not in scores:
             method = "predict_set" if self.score in CLASS_SCORES else "interval"
             raise UnsupportedError(f"The score {self.score!r} has none.", fix=f"Call {method}(x).")
-        if (now := _state(self.posterior)) != self.state:
-            changed = [name for name in now if now[name] != self.state.get(name)]
+        now = _state(self.posterior)
+        if changed := [name for name, before in self.state.items() if now.get(name) != before]:
             what, fix = "The posterior has changed, and its thresholds no longer hold.", "Call lp.conformalize again."
             raise ConfigurationError(what, expected="the posterior as it was", got=f"another {changed[0]}", fix=fix)
         return self.posterior.predictive(x, generator=generator)
@@ -126,7 +125,7 @@ class ConformalPosterior:
             return self.thresholds.expand(n_rows, *self.thresholds.shape[1:])
         groups = _groups_of(x, self.by)
         groups = groups.repeat_interleave(n_rows // len(groups))
-        known = (groups >= 0) & (groups < len(self.thresholds))
+        known = groups < len(self.thresholds)
         limits = self.thresholds[groups.where(known, 0)]
         return limits.masked_fill(~known.view(-1, *[1] * (limits.dim() - 1)), math.inf)
 
@@ -200,9 +199,6 @@ def conformalize(
     scores, group = torch.cat(found), torch.cat(groups)
     if not len(scores):
         raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
-    if not 0 <= int(group.min()) <= int(group.max()) < _MOST_GROUPS:
-        expected, got = f"integers from 0, below {_MOST_GROUPS}", f"{int(group.min())} … {int(group.max())}"
-        raise DataError("These groups cannot be counted.", expected=expected, got=got)
     n_groups = n_classes if by == "class" else int(group.max()) + 1
     thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
     for one in group.unique().tolist():
@@ -220,9 +216,10 @@ def threshold(scores: Tensor, level: float) -> Tensor:
 
 def _groups_of(x: Any, by: Grouping) -> Tensor:
     groups, size = by(x), batch_size(x)
-    if not isinstance(groups, Tensor) or groups.numel() != size or bool((groups.long() != groups).any()):
-        expected = f"integers [{size}], one for each example"
-        raise DataError("The groups do not fit the inputs.", expected=expected, got=describe(groups))
+    fits = isinstance(groups, Tensor) and groups.numel() == size and bool((groups.long() == groups).all())
+    if not fits or not bool(((groups >= 0) & (groups < 2**24)).all()):
+        what, expected = "The groups do not fit the inputs.", f"integers [{size}], from 0 and below 2²⁴"
+        raise DataError(what, expected=expected, got=describe(groups))
     return groups.flatten().long().cpu()
 
 
@@ -257,9 +254,16 @@ def _state(posterior: Any) -> dict[str, str]:
     inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
     inner.require_fit()
     own = {name: str(getattr(inner, name, None)) for name in ("n_data", "link", "covariance_scale", "predictive_mean")}
+    parts: dict[str, Tensor] = {}
     if isinstance(inner, GaussianPosterior):
-        own["data"] = digest(inner.sums.statistics)
-    return {**inner.hyperparameter_digests(), **own}
+        parts["data"] = inner.sums.statistics
+    elif isinstance(inner, Posterior):
+        with suppress(ConfigurationError):  # it has no state to save
+            parts = {f"fit's {name}": x.flatten()[:: 1 + x.numel() // 1024] for name, x in inner.state()[1].items()}
+    if inner is not posterior:
+        own["calibration"] = str([posterior.temperature, posterior.covariance_scale, posterior.link])
+        parts |= {name: x for name in ("weight", "bias") if (x := getattr(posterior, name)) is not None}
+    return {**inner.hyperparameter_digests(), **own, **{name: digest(x) for name, x in parts.items()}}
 
 
 def _restored(posterior: Any, entry: Any) -> ConformalPosterior:

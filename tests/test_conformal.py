@@ -256,3 +256,23 @@ def test_mixtures_are_refused():
     mixture = lp.Mixture([lp.Full(nn.Linear(2, 2), "classification").fit([(x, torch.arange(20) % 2)])])
     with pytest.raises(UnsupportedError, match="no posterior"):
         lp.conformalize(mixture, [(x, torch.arange(20) % 2)])
+
+
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+def test_another_fit_or_calibration_is_found_out():
+    x, y = torch.randn(40, 2), torch.arange(40) % 2
+    posterior = lp.SampledLaplace(nn.Linear(2, 2), "classification", n_samples=4).fit([(x, y)])
+    made = lp.conformalize(posterior, [(x, y)])
+    assert made.predict_set(x).shape == (40, 2)
+    posterior.fit([(x, 1 - y)])
+    with pytest.raises(ConfigurationError, match="has changed"):
+        made.predict_set(x)
+    calibrated = lp.calibrate(posterior, [(x, y)], "vector")
+    made = lp.conformalize(calibrated, [(x, y)])
+    for name, value in (("temperature", 3.0), ("bias", torch.ones(2))):
+        before = getattr(calibrated, name)
+        setattr(calibrated, name, value)
+        with pytest.raises(ConfigurationError, match="has changed"):
+            made.predict_set(x)
+        setattr(calibrated, name, before)
+    assert made.predict_set(x).shape == (40, 2)
