@@ -301,10 +301,8 @@ def calibrate(
         scaling = fit_scaling(posterior, data, method, link=link, **options)
         found = {name: getattr(scaling, name) for name in ("calibrated_nll", "held_out_nll", "converged")}
         report = CalibrationReport(rule=method, fitted_temperature=scaling.temperature, **found)
-        numbers: dict[str, Any] = {"temperature": scaling.temperature, "weight": scaling.weight, "bias": scaling.bias}
-        return CalibratedPosterior(
-            copy.copy(posterior), **numbers, covariance_scale=1.0, link=scaling.link, report=report
-        )
+        numbers: dict[str, Any] = {name: getattr(scaling, name) for name in ("temperature", "weight", "bias", "link")}
+        return CalibratedPosterior(copy.copy(posterior), covariance_scale=1.0, report=report, **numbers)
     known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
     _check(posterior, fallback, interpolation)
     assert isinstance(posterior, GaussianPosterior)

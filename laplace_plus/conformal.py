@@ -121,13 +121,8 @@ class ConformalPosterior:
 
     def _limits(self, x: Any, n_rows: int) -> Tensor:
         """The threshold of each row; ∞ for groups that were not seen."""
-        if not callable(self.by):
-            return self.thresholds.expand(n_rows, *self.thresholds.shape[1:])
-        groups = _groups_of(x, self.by)
-        groups = groups.repeat_interleave(n_rows // len(groups))
-        known = groups < len(self.thresholds)
-        limits = self.thresholds[groups.where(known, 0)]
-        return limits.masked_fill(~known.view(-1, *[1] * (limits.dim() - 1)), math.inf)
+        known = torch.cat([self.thresholds, torch.full_like(self.thresholds[:1], math.inf)])
+        return known[_groups_of(x, self.by, n_rows).clamp_max(len(self.thresholds))]
 
 
 def conformalize(
@@ -192,10 +187,10 @@ def conformalize(
         else:
             values = targets[..., 0] if targets.dim() > 2 else targets  # noqa: PLR2004 - given noise
             each = _number_scores(prediction, values, score, level)
-        group = labels if by == "class" else _groups_of(batch.inputs, by) if callable(by) else torch.zeros(1)
+        group = labels.cpu() if by == "class" else _groups_of(batch.inputs, by, len(each))
         kept = weight > 0
         found.append(each[kept].double().cpu())
-        groups.append(group.cpu().long().repeat_interleave(len(each) // len(group))[kept.cpu()])
+        groups.append(group[kept.cpu()])
     scores, group = torch.cat(found), torch.cat(groups)
     if not len(scores):
         raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
@@ -214,13 +209,15 @@ def threshold(scores: Tensor, level: float) -> Tensor:
     return scores.sort(0).values[rank - 1]
 
 
-def _groups_of(x: Any, by: Grouping) -> Tensor:
+def _groups_of(x: Any, by: Any, n_rows: int) -> Tensor:
+    if not callable(by):
+        return torch.zeros(n_rows, dtype=torch.long)
     groups, size = by(x), batch_size(x)
-    fits = isinstance(groups, Tensor) and groups.numel() == size and bool((groups.long() == groups).all())
-    if not fits or not bool(((groups >= 0) & (groups < 2**24)).all()):
-        what, expected = "The groups do not fit the inputs.", f"integers [{size}], from 0 and below 2²⁴"
+    fits = isinstance(groups, Tensor) and groups.numel() == size
+    if not fits or not bool((groups.long().clamp(0, 2**24) == groups).all()):
+        what, expected = "The groups do not fit the inputs.", f"integers [{size}], from 0 to 2²⁴"
         raise DataError(what, expected=expected, got=describe(groups))
-    return groups.flatten().long().cpu()
+    return groups.flatten().long().cpu().repeat_interleave(n_rows // size)
 
 
 def _class_scores(prediction: Prediction, score: str, generator: torch.Generator | None) -> Tensor:
