@@ -121,9 +121,11 @@ class Mixed:
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """With adapters of linear layers, but for those of attention, which no call goes through."""
+    """With adapters of linear layers, but for those of attention, which no call goes through, or else convolutions."""
     peft = importlib.import_module("peft")
-    layers = [name for name, own in model.named_modules() if type(own) is nn.Linear]
+    kinds = {type(own) for own in model.modules()}
+    kind = nn.Linear if nn.Linear in kinds else nn.Conv2d
+    layers = [name for name, own in model.named_modules() if type(own) is kind]
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -34,6 +34,10 @@ HELD = [
     ("U-Net", "last layer", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
     ("U-Net", "last-layer KFAC", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
     ("U-Net", "last-layer Diagonal", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
+    ("U-Net", "KFAC of sampled labels", 859, "fit,sample,sampled"),
+    ("U-Net", "NullSpace", 859, "fit,sample,sampled"),
+    ("U-Net", "ABNN", 632, "fit,first prediction,sample,sampled"),
+    ("field", "SpatialField", 64, "fit,first prediction,joint,information,sample,sampled"),
 ]
 REFUSED = [
     ("transformer", "Diagonal", 64, "joint"),
@@ -56,6 +60,11 @@ REFUSED = [
     ("U-Net", "VIKING", 64, "fit"),
     ("U-Net", "KFAC", 64, "fit"),
     ("U-Net", "Diagonal", 64, "fit"),
+    ("U-Net", "Subnetwork", 64, "fit"),
+    ("U-Net", "SampledLaplace", 64, "fit"),
+    ("U-Net", "LowRank", 64, "fit"),
+    ("U-Net", "MetricBNN", 64, "fit"),
+    ("U-Net", "SWAG", 64, "fit"),
 ]
 
 
