@@ -294,8 +294,7 @@ class Capture:
             if uncovered.isdisjoint(map(_NAME, call.rows)):
                 self.calls.append(call)
                 self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like["dtype"].itemsize
-        # On the way to few layers, what one function takes.
-        self.cotangent_bytes = max(self.cotangent_bytes, min(self.widest, self.n_bytes))
+        self.cotangent_bytes = max(self.cotangent_bytes, min(self.widest, self.n_bytes))  # on the way to few layers
         self.output_shape = arranged.shape
         self.order: Tensor | None = None
         self.pointwise = len(self.calls) == 1 and not uncovered and self.calls[0].pointwise
