@@ -303,6 +303,7 @@ class Categorical(Likelihood):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"gumbel"`` (takes variances alone for independent logits), ``"bridge"``, or those that need no more."""
+        mean, covariance = widen(mean), widen(covariance)
         if link == "gumbel":
             logits = _gumbel_logits(mean, covariance)
         elif link == "probit":

@@ -240,3 +240,11 @@ def test_what_is_no_noise():
             lp.GivenNoise(wrong)
     with pytest.raises(UnsupportedError, match="native"):
         lp.Full(net, lp.GivenNoise(0.3), backend=lp.Native("ggn_mc")).fit([(x, (y, noise))])
+
+
+@pytest.mark.parametrize("link", [link for link in lp.Categorical.links if link != "mc"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_links_take_half_precision(link, size):
+    mean, covariance = torch.randn(5, size).bfloat16(), torch.eye(size).expand(5, size, size).bfloat16()
+    found = lp.Categorical().predict(mean, covariance, link=link).mean
+    torch.testing.assert_close(found, lp.Categorical().predict(mean.float(), covariance.float(), link=link).mean)
