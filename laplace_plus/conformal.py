@@ -173,7 +173,7 @@ def conformalize(
         raise ConfigurationError("The level is no probability.", expected="0 < level < 1", got=repr(level))
     if by is not None and not callable(by):
         check_choice("grouping", by, ("class",) if likelihood.is_classifier else ())
-    found, groups, n_classes = [], [], 1
+    found, n_classes = [], 1
     for batch in iterate(data, device=inner.network.device, progress=progress, description="conformal scores"):
         prediction = posterior.predictive(batch.inputs, generator=generator)
         likelihood.validate(prediction.functional_mean, batch.target)
@@ -189,12 +189,11 @@ def conformalize(
             each = _number_scores(prediction, values, score, level)
         group = labels.cpu() if by == "class" else _groups_of(batch.inputs, by, len(each))
         kept = weight > 0
-        found.append(each[kept].double().cpu())
-        groups.append(group[kept.cpu()])
-    scores, group = torch.cat(found), torch.cat(groups)
+        found.append((each[kept].double().cpu(), group[kept.cpu()]))
+    scores, group = map(torch.cat, zip(*found, strict=True))
     if not len(scores):
         raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
-    n_groups = n_classes if by == "class" else int(group.max()) + 1
+    n_groups = n_classes if by == "class" else 1 + int(group.max())
     thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
     for one in group.unique().tolist():
         thresholds[one] = threshold(scores[group == one], level)

@@ -304,15 +304,14 @@ class Categorical(Likelihood):
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"gumbel"`` (takes variances alone for independent logits), ``"bridge"``, or those that need no more."""
         mean, covariance = widen(mean), widen(covariance)
+        logits = mean
         if link == "gumbel":
             logits = _gumbel_logits(mean, covariance)
         elif link == "probit":
             logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         elif link == "bridge":
             logits = _bridge_log_concentration(mean, covariance)
-        elif link == "network":
-            logits = mean
-        else:
+        elif link != "network":
             raise unknown_link(self, link)
         p = logits.softmax(-1)
         return Marginal(p, p * (1 - p), partial(CategoricalDistribution, logits=logits, validate_args=False))
