@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 
 import pytest
 import torch
+from leave_one_out_problems import Dense, linear_problem
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.evidence import noise_from_residuals
 from laplace_plus.leave_one_out import auto
-from laplace_plus.leave_one_out import midpoints as midpoints_module
 from laplace_plus.leave_one_out import training_end as end_module
-from laplace_plus.leave_one_out.predictions import Deletions, thinned
-from laplace_plus.leave_one_out.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
-
-
-def linear_problem(n=30, classification=False, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    signal = x @ torch.tensor([[1.0], [-0.5], [0.0]], dtype=torch.float64)
-    y = signal + 0.5 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
-    torch.manual_seed(seed)
-    net = nn.Linear(3, 2 if classification else 1).double()
-    target = (y[:, 0] > 0).long() if classification else y
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=100)
-
-    def loss():
-        optimizer.zero_grad()
-        outputs = net(x)
-        decay = sum(p.square().sum() for p in net.parameters()) / 2
-        fit = (
-            nn.functional.cross_entropy(outputs, target, reduction="sum")
-            if classification
-            else 2 * (outputs - y).square().sum()
-        )
-        (fit + decay).backward()
-        return fit + decay
-
-    optimizer.step(loss)
-    return net, x, target
+from laplace_plus.leave_one_out.predictions import Deletions
+from laplace_plus.leave_one_out.training_end import DECAY_RATIO
 
 
 def test_losses_of_regression_are_those_of_dense_formulas():
@@ -76,28 +48,6 @@ def test_losses_of_regression_are_those_of_dense_formulas():
     assert float(posterior.prior_precision) == pytest.approx(float(precision / factor**2), rel=1e-6)
 
 
-class Dense:
-    """Softmax regression by dense matrices."""
-
-    def __init__(self, net, x, y):
-        self.rows = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
-        self.jacobians = torch.einsum("nd,ck->nckd", self.rows, torch.eye(2, dtype=torch.float64)).flatten(2)
-        probabilities = net(x).detach().softmax(-1)
-        self.hessians = torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None]
-        self.curvature = torch.einsum("ncp,ncd,ndq->pq", self.jacobians, self.hessians, self.jacobians)
-        self.blocks = torch.kron(self.hessians.sum(0), self.rows.T @ self.rows / len(x))
-        self.gradients = probabilities - nn.functional.one_hot(y, 2)
-        self.gradient = torch.einsum("ncp,nc->p", self.jacobians, self.gradients)
-        self.weights = torch.cat([net.weight, net.bias[:, None]], 1).detach().flatten()
-        self.loss = nn.functional.cross_entropy(net(x), y, reduction="sum").detach()
-
-    def inverse(self, curvature, precision):
-        return torch.linalg.inv(curvature + precision * torch.eye(8, dtype=torch.float64))
-
-    def covariances(self, curvature, precision):
-        return torch.einsum("ncp,pq,ndq->ncd", self.jacobians, self.inverse(curvature, precision), self.jacobians)
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
 def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch):
@@ -125,222 +75,6 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch
         wanted.append(nn.functional.cross_entropy(left_out / (1 + torch.pi / 8 * variances).sqrt(), y))
     torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-5, atol=1e-8)
     assert found.expected_gain == pytest.approx(float(wanted[-1] - min(wanted)), abs=1e-7)
-
-
-@pytest.mark.parametrize("limit", [{}, {"KEPT": 30 * 30 / 2}, {"budget": lambda device: 16 * 30 * 30 / 2}])
-@pytest.mark.parametrize(("cls", "prior"), [(lp.Full, 3.0), (lp.Diagonal, 3.0), (lp.Full, 0.1)])
-def test_losses_at_midpoints_are_those_of_dense_formulas(cls, prior, limit, monkeypatch):
-    """Of an over-confident network, and with every second example alone where not all are kept.
-
-    Under the narrow prior of training leaving out finds no scale, and midpoints choose alone. Under the wide one it
-    does, and they widen it.
-    """
-    for name, value in limit.items():
-        monkeypatch.setattr(midpoints_module, name, value)
-    net, x, y = linear_problem(classification=True)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter *= 10
-    data = [(x[:12], y[:12]), (x[12:], y[12:])]
-    posterior = cls(net, "classification").fit(data)
-    posterior.fit_prior_precision(lp.Auto(link="probit", training_prior_precision=prior))
-    found = posterior.tuning
-    if limit:
-        chosen = torch.cat([torch.linspace(0, 11, 6), 12 + torch.linspace(0, 17, 9)]).round().long()
-        x, y = x[chosen], y[chosen]
-    ends = [
-        (own, other)
-        for own in range(len(x))
-        for other in sorted(range(len(x)), key=lambda k: float((x[k] - x[own]).norm()))[1:6]
-    ]
-    between = torch.stack([(x[own] + x[other]) / 2 for own, other in ends])
-    labels = torch.stack([y[own] for own, _ in ends])
-    votes = torch.stack([y[[other for own, other in ends if own == datum]].mode().values for datum in range(len(x))])
-    accuracy = float((votes == y).double().mean())
-    assert found.neighbour_accuracy == pytest.approx(accuracy, rel=1e-12)
-    losses, sure = [], []
-    for scale in found.scales:
-        one = copy.copy(posterior)
-        one.covariance_scale = scale
-        prediction = one.predictive(between, link="probit")
-        losses.append(-prediction.log_prob(labels).mean())
-        sure.append(prediction.mean.amax(-1).mean())
-    torch.testing.assert_close(found.midpoint_losses, torch.stack(losses).detach(), rtol=1e-6, atol=1e-9)
-    allowed = [bool(one >= min(accuracy, float(sure[-1]))) for one in sure]
-    compared = [(found.losses + found.midpoint_losses)[k] / 2 if allowed[k] else math.inf for k in range(len(allowed))]
-    left_out = [float(found.losses[k]) if allowed[k] else math.inf for k in range(len(allowed))]
-    assert (left_out[-1] - min(left_out) > auto.NEGLIGIBLE) == (prior == 0.1)
-    enough = min(left_out) + auto.SHARE * (left_out[-1] - min(left_out))
-    best = compared.index(min(compared))
-    assert best < max(k for k in range(len(allowed)) if left_out[k] <= enough)
-    assert posterior.covariance_scale == found.scales[best]
-    assert found.expected_gain == pytest.approx(float(compared[-1] - compared[best]), rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["labels", "binary", "soft"])
-def test_no_scale_is_less_sure_at_midpoints_than_votes_of_neighbours_are_right(kind):
-    """Of a network that errs at two of 60 data, in which neighbours agree: wider scales would have less loss."""
-    x = torch.randn(60, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    side = (x[:, 0] > 0).long()
-    x[:, 0] += 4 * side
-    y = side.clone()
-    y[:2] = 1 - y[:2]
-    net = nn.Linear(2, 1 if kind == "binary" else 2).double()
-    slope = torch.tensor([[4.0, 0.0]]).double()
-    with torch.no_grad():
-        net.weight.copy_(slope if kind == "binary" else torch.cat([-slope, slope]) / 2)
-        net.bias.copy_(torch.tensor([-8.0]) if kind == "binary" else torch.tensor([4.0, -4.0]))
-    targets = {"labels": y, "binary": y[:, None], "soft": nn.functional.one_hot(y).double()}[kind]
-    posterior = lp.Full(net, "binary" if kind == "binary" else "classification", prior_precision=1e-3)
-    posterior.fit([(x, targets)]).fit_prior_precision(lp.Auto(link="probit", training_prior_precision=1.0))
-    found = posterior.tuning
-    assert found.neighbour_accuracy == pytest.approx(58 / 60)
-    both = found.losses + found.midpoint_losses
-    place = found.scales.index(float(posterior.covariance_scale))
-    assert 0 < place < len(found.scales) - 1 and both[place - 1] < both[place]
-    near = torch.cdist(x, x).fill_diagonal_(torch.inf).topk(5, largest=False).indices
-    between = ((x[:, None] + x[near]) / 2).flatten(0, 1)
-    sure = []
-    for scale in found.scales[place - 1 : place + 1]:
-        posterior.covariance_scale = scale
-        p = posterior.predictive(between, link="probit").mean
-        sure.append(float(torch.maximum(p, 1 - p).amax(-1).mean()))
-    assert sure[0] < found.neighbour_accuracy <= sure[1]
-
-
-@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
-def test_neighbours_are_the_same_far_from_the_origin():
-    class Shifted(nn.Linear):
-        def forward(self, x):
-            return super().forward(x - shift)
-
-    x = torch.randn(60, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = (x.sum(1) > 0).long()
-    found = []
-    for shift in (0.0, 2.0**20):
-        torch.manual_seed(0)
-        posterior = lp.Full(Shifted(3, 2).double(), "classification").fit([(x + shift, y)])
-        found.append(posterior.fit_prior_precision(lp.Auto(training_prior_precision=1.0)).tuning)
-    assert found[0].neighbour_accuracy == found[1].neighbour_accuracy
-    torch.testing.assert_close(found[0].midpoint_losses, found[1].midpoint_losses, rtol=1e-6, atol=1e-6)
-
-
-def test_data_without_labels_have_no_say():
-    net, x, y = linear_problem(classification=True)
-    blank = torch.full((20,), -100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoGainWarning)
-        found = [
-            lp.Diagonal(net, lp.Categorical(ignore_index=-100))
-            .fit(data)
-            .fit_prior_precision(lp.Auto(training_prior_precision=1.0))
-            .tuning
-            for data in ([(x, y)], [(torch.cat([x, x[:20] + 0.01]), torch.cat([y, blank]))])
-        ]
-    assert found[0].neighbour_accuracy == found[1].neighbour_accuracy
-    torch.testing.assert_close(found[0].midpoint_losses, found[1].midpoint_losses, rtol=1e-6, atol=0)
-
-
-class Coupled(nn.Linear):
-    """Each example's outputs depend on the others'."""
-
-    def forward(self, x):
-        return super().forward(x - x.mean(0))
-
-
-def test_where_there_are_no_midpoints_leaving_out_decides_alone():
-    net, x, y = linear_problem(classification=True)
-    tokens = torch.arange(30) % 3
-    coupled = Coupled(3, 2).double()
-    embedding = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)).double()
-    positions = x.view(5, 6, 3), y.view(5, 6)
-    cases = {
-        "tokens": (embedding, [(tokens, y)]),
-        "coupled": (coupled, [(x, y)]),
-        "positions": (net, [positions]),
-        "few": (net, [(x[:5], y[:5])]),
-    }
-    for name, (network, data) in cases.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoGainWarning)
-            found = lp.Diagonal(network, "classification").fit(data).fit_prior_precision().tuning
-        assert found.midpoint_losses is None and found.losses.isfinite().all(), name
-        assert ("Midpoints were not compared: " in found.why) == (name == "coupled")
-
-
-def test_a_network_may_refuse_midpoints():
-    class Codes(nn.Linear):
-        def forward(self, x):
-            if not torch.equal(x, x.round()):
-                raise ValueError("codes are whole numbers")
-            return super().forward(x)
-
-    _, x, y = linear_problem(classification=True)
-    posterior = lp.Diagonal(Codes(3, 2).double(), "classification").fit([((4 * x).round(), y)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoGainWarning)
-        found = posterior.fit_prior_precision().tuning
-    assert found.midpoint_losses is None and "Midpoints were not compared: " in found.why
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("exact", [True, False])
-def test_where_training_ended(share, exact, monkeypatch):
-    """Of a network that is trained to its end, of one that is not, and with half of the data standing for all."""
-    monkeypatch.setattr(end_module, "FEW", 8 if exact else 7)
-    monkeypatch.setattr(end_module, "MANY", 8 if exact else 7)
-    net, x, y = linear_problem(40, classification=True)
-    data = [(x[:20], y[:20]), (x[20:], y[20:])]
-
-    def end_of(net, share):
-        posterior = lp.Diagonal(net, "classification", parameters="last_layer").fit(data)
-        return training_end(posterior.laplace_model(), posterior.network, data, 40, share, torch.ones(()))
-
-    done = end_of(net, 1.0)
-    assert done.stationary and done.precision == pytest.approx(DECAY_RATIO, rel=1e-3)
-    with torch.no_grad():
-        net.weight += 3.0 * torch.randn(net.weight.shape, generator=torch.Generator().manual_seed(0))
-    half = torch.linspace(0, 19, 10).round().long()
-    chosen = torch.arange(40) if share == 1 else torch.cat([half, half + 20])
-    found, all_data, dense = end_of(net, share), Dense(net, x, y), Dense(net, x[chosen], y[chosen])
-    curvature = dense.curvature if exact else dense.blocks
-    assert found.exact == exact and not found.stationary
-    gradient, square = dense.gradient / share, dense.weights.square().sum()
-    decay, loss = -DECAY_RATIO * gradient @ dense.weights, all_data.loss
-    precision = decay.clamp(LOSS_RATIO * loss, torch.inf if exact else BLOCKS_RATIO * loss) / square
-    inverse = dense.inverse(curvature / share, precision)
-    decrement = gradient @ inverse @ gradient / (8 - precision * inverse.trace()).clamp_min(1.0)
-    assert found.decrement == pytest.approx(float(decrement), rel=1e-5) and found.decrement > 1
-    assert found.precision == pytest.approx(float(precision * decrement), rel=1e-5)
-    (covariances,) = found.covariances(0, x, net(x).detach())
-    wanted = all_data.jacobians @ dense.inverse(curvature / share, found.precision) @ all_data.jacobians.mT
-    torch.testing.assert_close(covariances, wanted, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("decay", [0.0, 2.0])
-def test_weight_decay_is_found_where_adam_trained_with_it(decay):
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(200) % 2
-    x = torch.randn(200, 4, generator=generator) + 0.8 * y[:, None]
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, weight_decay=decay / 200)
-    for step in range(600):
-        optimizer.zero_grad()
-        batch = slice(50 * (step % 4), 50 * (step % 4 + 1))
-        nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
-        optimizer.step()
-    posterior = lp.KFAC(net, "classification").fit([(x, y)])
-    found = training_end(posterior.laplace_model(), posterior.network, [(x, y)], 200, 1.0, torch.ones(()))
-    assert found.stationary == bool(decay) and found.exact
-    assert not decay or found.precision == pytest.approx(DECAY_RATIO * decay, rel=0.25)
-
-
-def test_normalised_networks_are_displaced_in_first_order():
-    _, x, y = linear_problem(classification=True)
-    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double().eval()
-    posterior = lp.KFAC(net, "classification").fit([(x, y)])
-    assert not training_end(posterior.laplace_model(), posterior.network, [(x, y)], 30, 1.0, torch.ones(())).exact
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
@@ -442,34 +176,6 @@ def test_the_prior_of_training_is_given_once():
     torch.testing.assert_close(one.losses, other.losses)  # N = 30 terms in the mean
 
 
-def test_weights_without_derivatives_are_not_displaced():
-    """A last layer behind a function that has no backward pass."""
-
-    class Rounded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.round(decimals=2)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise RuntimeError("rounding has no derivative")
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
-
-        def forward(self, x):
-            return self.head(Rounded.apply(torch.tanh(self.body(x))))
-
-    _, x, y = linear_problem(classification=True)
-    posterior = lp.KFAC(Net().double(), "classification", parameters="last_layer").fit([(x, y)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoGainWarning)
-        posterior.fit_prior_precision()
-    assert "Only selected weights were displaced: rounding has no derivative" in posterior.tuning.why
-
-
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank])
 def test_the_scale_of_the_covariance(cls, tmp_path):
     net, x, y = linear_problem(classification=True)
@@ -531,68 +237,3 @@ def test_a_datum_that_determines_a_weight_is_displaced_in_first_order(monkeypatc
         warnings.simplefilter("ignore", NoGainWarning)
         found = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
     assert seen == ["full", "first_order", "first_order"] and found.losses.isfinite().all()
-
-
-class Failing(list):
-    """Batches, or a network's hook, that fail once, at the n-th use."""
-
-    at, count = 0, 0
-
-    def use(self, *_):
-        self.count += 1
-        if self.count == self.at:
-            raise RuntimeError("disk gone")
-
-    def __iter__(self):
-        for batch in list.__iter__(self):
-            self.use()
-            yield batch
-
-
-@pytest.mark.parametrize("where", ["loader", "network"])
-@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC])
-def test_an_error_of_the_loader_or_the_network_is_not_taken_for_a_missing_derivative(cls, where):
-    _, x, y = linear_problem(classification=True)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    data = Failing(zip(x.split(15), y.split(15), strict=True))
-    failing = data if where == "loader" else Failing()
-    if where == "network":
-        net.register_forward_pre_hook(failing.use)
-    posterior = cls(net, "classification").fit(data)
-    before, weights = posterior.predictive(x).mean, copy.deepcopy(net.state_dict())
-    warnings.simplefilter("ignore", NoGainWarning)
-    failing.count = 0
-    expected = copy.copy(posterior).fit_prior_precision().tuning
-    raised, last = 0, failing.count
-    for at in range(1, last + 1):
-        one, error = copy.copy(posterior), ""
-        failing.at, failing.count = at, 0
-        try:
-            one.fit_prior_precision()
-        except RuntimeError as caught:
-            error = str(caught)
-        if error:
-            raised += 1
-            assert "disk gone" in error
-            assert one.tuning is None
-            torch.testing.assert_close(one.predictive(x).mean, before, rtol=0, atol=0)
-        else:  # another way to the same derivatives
-            assert where == "network"
-            assert one.tuning.why == expected.why or "Midpoints were not compared: " in one.tuning.why
-            torch.testing.assert_close(one.tuning.losses, expected.losses)
-    assert raised == last if where == "loader" else raised > 0
-    assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
-
-
-THINNED = [([1] * 100, 0.05, 6), ([3, 2] * 20, 0.1, 11), ([40, 60], 0.1, 10)]
-
-
-@pytest.mark.parametrize(("sizes", "share", "counts"), THINNED)
-def test_small_batches_are_thinned_to_a_share_of_all(sizes, share, counts):
-    numbers = torch.arange(sum(sizes))
-    found = list(thinned((Batch(part, part) for part in numbers.split(sizes)), share))
-    assert len(found[0].target) > 0
-    assert sum(len(part.target) for part in found) == counts
-    kept = torch.cat([part.target for part in found])
-    assert float(kept.double().mean()) == pytest.approx(sum(sizes) / 2, rel=0.1)  # evenly spread
