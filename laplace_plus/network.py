@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import _GeneratorContextManager, contextmanager, nullcontext
+from contextlib import _GeneratorContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter, is_
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from laplace_plus import batches
-from laplace_plus._memory import budget, memory_budget, slices
+from laplace_plus._memory import CACHE_BYTES, budget, memory_budget, slices
 from laplace_plus.adapters import MERGED, adapter_state
 from laplace_plus.differentiability import Shared, differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
@@ -335,6 +336,11 @@ class Network:
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
         """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""
         stacked = self.substitute(vectors)
+        fits = 0 < len(vectors) * self.bytes_forward <= 8 * CACHE_BYTES and not self.sharded
+        if fits and batches.batch_size(inputs) == 1:  # of more examples, convolutions would be slower
+            with suppress(InputError), torch.no_grad(), warnings.catch_warnings():  # where it can be batched
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                return [*torch.vmap(lambda own: self(inputs, own))(stacked)]
         sets = [dict(zip(stacked, one, strict=True)) for one in zip(*map(Tensor.unbind, stacked.values()), strict=True)]
         # Other kernels, with other rounding, where no mode is active and no derivatives are asked for.
         fused = any(isinstance(m, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) for m in self.held.modules)
@@ -410,11 +416,11 @@ class Network:
         """
         if "mark" in self.kept:
             return self.kept["mark"]
-        found: list[Any] = [[*map(id, self.held.modules)]]
-        for module in self.held.modules:
+        held, stays = self.held, True
+        found: list[Any] = [[*map(id, held.modules)]]
+        for module in held.modules:
             if MERGED in vars(module):
                 found.append(adapter_state(module))
-        held, stays = self.held, True
         for named in (held.parameters, held.buffers):
             for name, tensor in named.items():
                 try:

@@ -235,6 +235,16 @@ def small_predict(problem: Problem) -> Iterator[Task]:
         posterior = fit(problem, kind, parameters=selection)
         predict = partial(posterior.predictive, x)
         yield Task("small_predict", f"{name} predictive, B=1", one, predict, one.forward, "1 forward", Target(8))
+    if problem.likelihood == "regression":
+        explored = fit(problem, lp.MetricBNN)
+        predict = partial(explored.predictive, x)
+
+        def networks() -> None:
+            for _ in range(100):
+                one.forward()
+
+        name = "MetricBNN predictive, 100 networks, B=1"
+        yield Task("small_predict", name, one, predict, networks, "100 forwards", Target(1))
 
 
 # -- hyperparameters and samples ---------------------------------------------------------------------------------------

@@ -194,12 +194,10 @@ class LaplaceModel:
         precision = prior.precision.to(self.vector.device, torch.float64)
         temperature = as_hyperparameter(temperature).to(self.vector.device, torch.float64)
         weights = self.weights(noise_std) / temperature
-        scatter = precision * self.scatter(prior.structure)
-        scatter = scatter.sum() if scatter.ndim else scatter
-        log_ratio = self._log_ratio(prior.structure, precision, weights)
         fit = self._own_log_likelihood if noise_std is None else self.log_likelihood(noise_std)
-        fit = fit.to(scatter.device) / temperature
-        return torch.sub(fit, scatter + log_ratio, alpha=0.5)
+        fit, scatter = fit.to(precision.device) / temperature, self.scatter(prior.structure)
+        fit = torch.addcmul(fit, precision, scatter, value=-0.5) if not scatter.ndim else fit - precision @ scatter / 2
+        return torch.sub(fit, self._log_ratio(prior.structure, precision, weights), alpha=0.5)
 
     def effective_dimension(self, precision: Any, temperature: Any = 1.0) -> Tensor:
         """``γ = P − tr(Λ⁻¹ P₀)``, 0-d float64: the sum of ``∂ (log det P₀ − log det Λ)/∂ log λ`` over precisions λ."""

@@ -108,9 +108,8 @@ class JoinedSpectra:
 
     def log_ratio(self, weight: Tensor, levels: Tensor) -> Tensor:
         """``Σ_b log det(w/δ_g(b) H_b + I)``, 0-d float64; differentiable in w > 0, 0-d, and log δ, ``[R]`` or 0-d."""
-        ratios = weight.log() - levels
-        ratios = ratios[self._group] if levels.ndim else ratios
-        return self._weights @ softplus(self.nodes + ratios, threshold=_LINEAR)
+        levels = levels[self._group] if levels.ndim else levels
+        return self._weights @ softplus(self.nodes + weight.log() - levels, threshold=_LINEAR)
 
 
 def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:

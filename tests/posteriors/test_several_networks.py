@@ -67,4 +67,9 @@ def test_as_one_by_one(model, masked):
         torch.testing.assert_close(mine, alone)
     with pytest.raises(InputError):
         network.several(torch.randn(5, 7), vectors)
+    network.bytes_forward = 1  # one input goes through all networks at once, where its operations can be batched
+    for mine, alone in zip(network.several(x[:1], vectors), one_by_one, strict=True):
+        torch.testing.assert_close(mine, alone[:1])
+    with pytest.raises(InputError):
+        network.several(torch.randn(1, 7), vectors)
     assert_untouched(model, before)
