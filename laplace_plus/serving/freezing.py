@@ -234,6 +234,9 @@ class FrozenHead(FrozenPosterior):
             if right is not None:  # one product for the outputs and for the features' coordinates
                 weight = torch.cat([weight, right.mT[:, : width - pads]])
                 shift = torch.cat([shift, right[-1] if pads else torch.zeros_like(right[-1])])
+                if offset is not None:  # of one coordinate more, which is one: a product without an offset is quicker
+                    weight, shift = F.pad(weight, (0, 0, 0, 1)), F.pad(shift, (0, 1), value=1.0)
+                    table, offset = torch.cat([table, offset[:, None]], 1), None
         else:
             require_dense(posterior.n_parameters, posterior.mean.dtype, network.device)
             index = layout.index.flatten()
@@ -250,7 +253,7 @@ class FrozenHead(FrozenPosterior):
     @override
     def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         own: dict[str, Any] = self._buffers
-        features = self.arrange(batches.output_tensor(self.body(*inputs, **keywords)))
+        features = self.arrange(batches.output_tensor(self._modules["body"](*inputs, **keywords)))  # type: ignore[misc]
         if features.dtype != own["weight"].dtype:
             features = features.to(own["weight"].dtype)
         mean = F.linear(features, own["weight"], own["shift"])
