@@ -23,6 +23,7 @@ HELD = [
     ("transformer", "Subnetwork", 64, "fit,evidence,first prediction,joint,information,sample,sampled"),
     ("transformer", "SampledLaplace", 128, f"{CALLS},joint,information"),
     ("transformer", "SampledLaplace", 256, CALLS),
+    ("transformer", "SampledLaplace", 464, "fit,tuning"),
     ("transformer", "NullSpace", 2048, CALLS),
     ("transformer", "Riemannian", 64, "fit,tuning,evidence"),
     ("transformer", "ABNN", 64, "fit,first prediction,joint,information,sample,sampled"),
@@ -30,6 +31,8 @@ HELD = [
     ("ResNet-18", "ABNN", 64, "fit,first prediction,joint,information,sample,sampled"),
     ("ResNet-18", "Diagonal", 64, f"{CALLS},sampled"),
     ("ResNet-18", "KFAC", 64, CALLS),
+    ("ResNet-18", "KFAC", 68, "fit,joint"),  # which leaves eigenvectors of 565 MB behind
+    ("ResNet-18", "limited rank", 64, "fit,sampled"),
     ("ResNet-18", "last layer", 64, CALLS),
     ("U-Net", "last layer", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
     ("U-Net", "last-layer KFAC", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
@@ -42,6 +45,7 @@ HELD = [
 REFUSED = [
     ("transformer", "Diagonal", 64, "joint"),
     ("transformer", "SampledLaplace", 64, "fit"),
+    ("transformer", "SampledLaplace", 120, "tuning"),
     ("transformer", "LowRank", 64, "fit"),
     ("transformer", "NullSpace", 64, "fit"),
     ("transformer", "VIKING", 64, "fit"),
