@@ -34,6 +34,7 @@ HELD = [
     ("ResNet-18", "KFAC", 68, "fit,joint"),  # which leaves eigenvectors of 565 MB behind
     ("ResNet-18", "limited rank", 64, "fit,sampled"),
     ("ResNet-18", "last layer", 64, CALLS),
+    ("ResNet-18", "Subnetwork", 64, f"{CALLS},joint"),
     ("U-Net", "last layer", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
     ("U-Net", "last-layer KFAC", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),
     ("U-Net", "last-layer Diagonal", 256, PREDICTIONS.replace("fit,", "fit,tuning,")),

@@ -94,18 +94,17 @@ def _count(size: float, total: int) -> int:
     return max(1, round(size * total)) if isinstance(size, float) else int(size)
 
 
-def _mask(index: Tensor, total: int) -> Tensor:
-    return torch.zeros(total, dtype=torch.bool, device=index.device).index_fill_(0, index, True)
-
-
 def _largest(scores: Tensor, size: float) -> Tensor:
     """The mask of the entries with the largest scores; the first ones where scores are equal."""
     count = _count(size, len(scores))
-    if not bool(torch.isfinite(scores).all()):
-        raise NonFiniteError(
-            "The entries cannot be ordered.", expected="finite magnitudes or variances", got="NaN or Inf"
-        )
-    return _mask(scores.sort(descending=True, stable=True).indices[:count], len(scores))
+    if not (bool(torch.isfinite(scores.sum())) or bool(torch.isfinite(scores).all())):
+        expected = "finite magnitudes or variances"
+        raise NonFiniteError("The entries cannot be ordered.", expected=expected, got="NaN or Inf")
+    best = scores[:0]
+    for part in scores.split(max(count, 2**20)):  # sorting all of them would take five times their memory
+        best = torch.cat([best, part]).topk(min(count, len(best) + len(part))).values
+    mask = scores > best[-1]
+    return mask.index_fill_(0, (scores == best[-1]).nonzero()[: count - int(mask.sum()), 0], True)
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,8 @@ class Random(Selector):
         total = task.candidates.n_parameters
         seed = draw_seed(task.generator) if self.seed is None else self.seed
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        return Choice(_mask(order[: _count(self.size, total)], total))
+        chosen = order[: _count(self.size, total)]
+        return Choice(torch.zeros(total, dtype=torch.bool).index_fill_(0, chosen, True))
 
 
 class Chosen(Selector):
