@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import batches
-from laplace_plus._memory import budget
+from laplace_plus._memory import budget, is_given
 from laplace_plus.curvature.gradients import bytes_per_example, evaluate, pieces
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import NETWORK_ERRORS
@@ -120,8 +120,7 @@ class Pullback:
         weights = torch.linspace(0.5, 1.5, len(cotangents), dtype=cotangents.dtype, device=cotangents.device)
         expected = self.one(torch.einsum("m,m...->...", weights, cotangents))
         terms = weights[:, None] * gradients
-        error = (terms.sum(0) - expected).abs().max()
-        return bool(error <= _tolerance(cotangents) * terms.abs().sum(0).max())
+        return bool((terms.sum(0) - expected).abs().max() <= _tolerance(cotangents) * terms.abs().sum(0).max())
 
 
 class Linearization:
@@ -166,8 +165,7 @@ class Linearization:
             seen.append(outputs[0].detach())
             return products
 
-        modes: list[tuple[ADMode, Callable[[Tensor], Tensor]]]
-        modes = [("forward", partial(forward, mapped=False)), ("backward twice", self._backward_twice)]
+        modes: list[Any] = [("forward", partial(forward, mapped=False)), ("backward twice", self._backward_twice)]
         if len(vectors) > 1:
             modes.insert(0, ("mapped forward", partial(forward, mapped=True)))
         for mode, compute in modes:
@@ -216,8 +214,10 @@ class Linearization:
 class _Pieces(Linearization, Pullback):
     """A batch in parts as large as the first, whose graphs do not outlive a product."""
 
+    pull = property(lambda self: self)  # as an attribute a cycle, which outlives its use
+
     def __init__(self, lines: Callable[[], Iterator[Linearization]], first: Any, point: Tensor, outputs: Tensor):
-        self._lines, self.inputs, self._point, self._known, self.pull = lines, first, point, outputs, self
+        self._lines, self.inputs, self._point, self._known = lines, first, point, outputs
 
     @override
     def push(self, vectors: Tensor) -> Tensor:
@@ -237,7 +237,8 @@ class _Pieces(Linearization, Pullback):
 @torch.no_grad()
 def linearize(network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes) -> Linearization:
     """The linearised network on a batch, in parts where both modes' graphs exceed the memory budget."""
-    parts = pieces(network, inputs, 4 * bytes_per_example(network, inputs), budget(network.device))
+    allowed = budget(network.device) // (4 if is_given() else 1)  # the vectors of whoever asks take most of a given one
+    parts = pieces(network, inputs, 4 * bytes_per_example(network, inputs), allowed)
     if len(parts) == 1:
         return Linearization(network, vector, inputs, ad_modes)
     point = network.substitute(vector)
@@ -246,8 +247,7 @@ def linearize(network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes) 
 
 
 def _random_like(tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=tensor.dtype).to(tensor.device)
 
 
 def _tolerance(tensor: Tensor) -> float:

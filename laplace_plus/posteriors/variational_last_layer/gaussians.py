@@ -59,8 +59,7 @@ class Gaussians(NamedTuple):
     def deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draws of ``w − m``, ``[n, C, D]``."""
         noise = standard_normal((n, *self.mean.shape), like=self.mean, generator=generator)
-        diagonal = self.root.shape == self.mean.shape
-        return self.root * noise if diagonal else torch.einsum("cde,nce->ncd", self.root, noise)
+        return self.root * noise if self.root.ndim == self.mean.ndim else torch.einsum("cde,nce->ncd", self.root, noise)
 
 
 def climb(
@@ -80,7 +79,6 @@ def climb(
     with torch.enable_grad():
         search.step(closure)
         closure()
-    converged = all(float(leaf.grad.abs().max()) <= TOLERANCE for leaf in leaves if leaf.grad is not None)
-    if not converged:
+    if not (converged := all(float(leaf.grad.abs().max()) <= TOLERANCE for leaf in leaves if leaf.grad is not None)):
         warnings.warn("The search ended before the slope vanished; raise max_iterations.", ConvergenceWarning, 9)
     return [leaf.detach() for leaf in leaves], converged

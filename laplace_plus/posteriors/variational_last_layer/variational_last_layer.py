@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus._memory import budget, require_free
+from laplace_plus._memory import budget, require_free, require_room
 from laplace_plus.batches import DataSums
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.capture import Capture
@@ -163,7 +163,9 @@ class VariationalLastLayer(Posterior):
         if self._own["covariance"] != "dense":
             return (columns * features.square()).sum(1)
         what, fix = f"A search over covariances of {len(columns)} outputs", 'Write covariance="diagonal".'
-        require_free(24 * (HISTORY + 5) * len(columns) * features.shape[1] ** 2, what, features.device, fix)
+        n_bytes = 24 * (min(HISTORY, self._own["max_iterations"]) + 3) * len(columns) * features.shape[1] ** 2
+        require_room(n_bytes, what, features.device, if_given=True)
+        require_free(n_bytes, what, features.device, fix)
         return torch.stack([(own * features).mT @ features for own in columns])
 
     def _weights(self, vector: Tensor) -> Tensor:
