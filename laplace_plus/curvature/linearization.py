@@ -79,7 +79,7 @@ class ADModes(Checked):
         """``compute(vectors)`` for vectors ``[m, k]``, or None if the mode fails or ``agrees`` rejects its products."""
         # The caller's vectors may be zero or one-hot; one more, random vector makes the comparison meaningful.
         given = vectors if mode in self.right else torch.cat([vectors, _random_like(vectors[:1])])
-        finite = mode in self.right or bool(torch.isfinite(given).all())
+        finite = mode in self.right or bool(torch.isfinite(given.sum()))
         found = self.attempt(mode, lambda: compute(given), lambda products: agrees(given, products) if finite else None)
         return None if found is None else found[: len(vectors)]
 

@@ -331,8 +331,8 @@ class SWAG(Posterior):
             )[0]
             modes, rows = vars(self).setdefault("_ad_modes", ADModes()), self._deviations
             rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
-            mean, moved = pushed(network, rows * len(rows) ** 0.5, x, n_outputs=self.n_outputs, ad_modes=modes)
-            low = moments(mean + self._mean_shift(x), moved, **known)
+            mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs, ad_modes=modes)
+            low = moments(mean + self._mean_shift(x), moved * len(rows) ** 0.5, **known)
         return FunctionalPosterior(low.mean.to(own.mean), own.covariance + low.covariance.to(own.covariance))
 
     # -- storage -------------------------------------------------------------------------------------------------------
