@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -447,13 +448,22 @@ def test_known_noise_of_each_target_is_exact():
 
 def test_features_that_do_not_fit_are_computed_again():
     net, data = classes()
-    kept = lp.VariationalLastLayer(net, "classification").fit(data)
-    streamed = lp.VariationalLastLayer(net, "classification", memory_budget=2000).fit(data)
+    diagonal = partial(lp.VariationalLastLayer, net, "classification", covariance="diagonal")
+    kept = diagonal().fit(data)
+    streamed = diagonal(memory_budget=2000).fit(data)
     assert_close(streamed.mean, kept.mean, rtol=1e-5, atol=1e-6)
     streamed.fit_prior_precision()
     assert_close(streamed.prior_precision, kept.fit_prior_precision().prior_precision, rtol=1e-4, atol=0)
     with pytest.raises(DataError, match="computed again"):
-        lp.VariationalLastLayer(net, "classification", memory_budget=2000).fit(iter(data))
+        diagonal(memory_budget=2000).fit(iter(data))
+
+
+def test_a_budget_that_does_not_hold_the_search_is_refused():
+    net, data = classes()
+    with pytest.raises(ConfigurationError, match=r"a search over covariances(.|\n)*memory_budget") as failure:
+        lp.VariationalLastLayer(net, "classification", memory_budget=2000).fit(data)
+    least = str(failure.value).partition("of at least ")[2].partition(". Got")[0]
+    assert lp.VariationalLastLayer(net, "classification", memory_budget=least).fit(data).n_data
 
 
 class Streamed(IterableDataset):

@@ -164,7 +164,7 @@ class VariationalLastLayer(Posterior):
             return (columns * features.square()).sum(1)
         what, fix = f"A search over covariances of {len(columns)} outputs", 'Write covariance="diagonal".'
         n_bytes = 24 * (min(HISTORY, self._own["max_iterations"]) + 3) * len(columns) * features.shape[1] ** 2
-        require_room(n_bytes, what, features.device, if_given=True)
+        require_room(n_bytes, what.lower(), features.device, if_given=True)
         require_free(n_bytes, what, features.device, fix)
         return torch.stack([(own * features).mT @ features for own in columns])
 
