@@ -45,7 +45,6 @@ FLOORS = {
     ("Full predictive, B=1", ""): "the same, and a product with a covariance of 1377² numbers, .3 ms",
     ("Diagonal predictive, B=1", ""): "as for KFAC",
     ("last layer predictive, B=1", ""): "as for KFAC, less the gradients",
-    ("Frozen last layer", "mlp32_2"): "14 operations on a few numbers, beside a forward pass of five modules",
     ("100 evidence steps, KFAC", "lenet"): (
         "Python, by a profile: .28 is the backward pass through seven operations, .21 a walk over the modules and the "
         "memory budget, .16 the look at whether the weights have changed"
