@@ -14,6 +14,7 @@ from laplace_plus._memory import budget, require_free, require_room
 from laplace_plus.batches import DataSums
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.gradients import bytes_per_example, pieces
 from laplace_plus.curvature.linear_head import head_features, head_rows
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.evidence import Tuner, TuningResult
@@ -132,16 +133,17 @@ class VariationalLastLayer(Posterior):
         """Sums over the data, how to pass over features and targets again, and the data's number and sum."""
         found, doubt, count, kept, total = DataSums(self.network.device), 0.0, 0, list[Any](), cast(Any, None)
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
-            self._index, features, targets, outputs = head_rows(self.network, self.likelihood, batch)
             found.add(batch, len(batch.target))
-            count += len(features)
-            doubt += self.likelihood.evidence_for_probabilities(outputs, targets) if len(features) else 0.0
-            new = self._sums_of(features, outputs, targets)
-            total = new if total is None else total.plus(new) if isinstance(new, Regression) else total + new
-            kept += [] if self.likelihood.is_gaussian else [(features, targets)]
-            if kept and 8 * count * features.shape[1] > budget(features.device) // 4:
-                require_restartable(data, "Features that do not fit into the memory budget are computed again.")
-                kept.clear()
+            for index, features, targets, outputs in head_rows(self.network, self.likelihood, batch):
+                self._index = index
+                count += len(features)
+                doubt += self.likelihood.evidence_for_probabilities(outputs, targets) if len(features) else 0.0
+                new = self._sums_of(features, outputs, targets)
+                total = new if total is None else total.plus(new) if isinstance(new, Regression) else total + new
+                kept += [] if self.likelihood.is_gaussian else [(features, targets)]
+                if kept and 8 * count * features.shape[1] > budget(features.device) // 4:
+                    require_restartable(data, "Features that do not fit into the memory budget are computed again.")
+                    kept.clear()
         if not count:
             raise self.zero_curvature()
         if doubt > 0:
@@ -149,7 +151,8 @@ class VariationalLastLayer(Posterior):
         kept = [tuple(map(torch.cat, zip(*kept, strict=True)))] if sum(len(one) for one, _ in kept) == count else []
 
         def rows() -> Iterable[tuple[Tensor, Tensor]]:
-            return kept or (head_rows(self.network, self.likelihood, own)[1:3] for own in self.batches(data))
+            parts = (part for own in self.batches(data) for part in head_rows(self.network, self.likelihood, own))
+            return kept or (part[1:3] for part in parts)
 
         return total, rows, (found.count, found.values()[0])
 
@@ -275,7 +278,13 @@ class VariationalLastLayer(Posterior):
         if self.network.function is not None:  # of which the last layer is only a part
             own = {"joint": joint, "differentiable": differentiable}
             return super().functional_posterior(x, outputs=outputs, generator=generator, **own)
-        capture = Capture(self.network, self.network.receive(x), differentiable=differentiable)
+        x = self.network.receive(x)
+        together = joint or differentiable or (isinstance(outputs, Tensor) and outputs.ndim > 1)
+        each = 0 if together else bytes_per_example(self.network, x)
+        if len(parts := pieces(self.network, x, each, budget(self.network.device) // 2)) > 1:
+            every = [self.functional_posterior(part, outputs=outputs) for part in parts]
+            return linearized.FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
+        capture = Capture(self.network, x, differentiable=differentiable)
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
         if not shape.numel() or shape[-1] != self.n_outputs:
             linearized.require_outputs(shape, self.n_outputs, x)
@@ -284,6 +293,8 @@ class VariationalLastLayer(Posterior):
         mean, pushed = (features @ self._q.mean.mT).view(shape).to(dtype), self._q.pushed(features)
         check_outputs(mean)
         if joint:
+            fix = "Pass fewer inputs at a time."
+            require_free(16 * shape.numel() ** 2, "A joint covariance", mean.device, fix)
             across = torch.diag_embed((pushed @ pushed.mT).permute(1, 2, 0)).transpose(1, 2)  # [N, C, N, C]
             return linearized.FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
         found = pushed.square().sum(-1).mT.reshape(shape).to(dtype)
