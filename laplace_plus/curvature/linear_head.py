@@ -32,9 +32,7 @@ def head_features(network: Network, capture: Capture) -> tuple[Tensor, Tensor]:
     return found[0].index[0].to(found[1].device), found[1].double()
 
 
-def head_rows(
-    network: Network, likelihood: Likelihood, batch: Batch
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
     """Of micro-batches the index, features ``[n, D]``, targets, outputs ``[n, C]``, without rows that are ignored."""
     for part, gradients in micro_batches(network, batch):
         outputs = gradients.capture.outputs.view(gradients.capture.output_shape)
