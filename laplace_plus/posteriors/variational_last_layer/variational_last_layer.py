@@ -152,7 +152,7 @@ class VariationalLastLayer(Posterior):
 
         def rows() -> Iterable[tuple[Tensor, Tensor]]:
             parts = (part for own in self.batches(data) for part in head_rows(self.network, self.likelihood, own))
-            return kept or (part[1:3] for part in parts)
+            return kept or ((part[1], part[2]) for part in parts)
 
         return total, rows, (found.count, found.values()[0])
 
