@@ -248,7 +248,8 @@ class FrozenHead(FrozenPosterior):
         self.is_dense, self.rotates = dense is not None, right is not None
         every = {"weight": weight, "shift": shift, "left": left, "table": table, "offset": offset}
         for key, value in (every | {"dense": dense}).items():
-            self.register_buffer(key, None if value is None else value.detach().clone())
+            if value is not None:  # torch.export miscounts buffers that are None
+                self.register_buffer(key, value.detach().clone())
 
     @override
     def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
@@ -265,10 +266,10 @@ class FrozenHead(FrozenPosterior):
             return mean, covariance if reduce is None else reduce(mean, covariance)
         if self.rotates:
             mean, features = mean[..., : self.size], mean[..., self.size :]
-        values = F.linear(features.square(), own["table"], own["offset"])
+        values = F.linear(features.square(), own["table"], own.get("offset"))
         if self.needed != "independent":
             return mean, values.unflatten(-1, (mean.shape[-1], -1)) if self.needed == "full" else values
-        w, left = centring_weights(mean), own["left"]
+        w, left = centring_weights(mean), own.get("left")
         if left is None:
             return mean, independent_variances(mean, values * (1 - 2 * w) + (w * w * values).sum(-1, keepdim=True))
         common = w @ left
