@@ -207,7 +207,7 @@ class Linearization:
         cotangent = _random_like(self.outputs)
         terms, pulled = products.flatten(1) * cotangent.flatten(), self.pull.one(cotangent)
         # Products with vectors of the null space are rounding errors.
-        scale = terms.abs().sum(1) + (vectors.square() @ pulled.square()).sqrt()
+        scale = terms.abs().sum(1) + torch.stack([(vector * pulled).norm() for vector in vectors])
         return bool(((terms.sum(1) - vectors @ pulled).abs() <= _tolerance(vectors) * scale).all())
 
 
