@@ -418,7 +418,9 @@ class Network:
             return self.kept["mark"]
         held, stays = self.held, True
         found: list[Any] = [[*map(id, held.modules)]]
-        found += [adapter_state(module) for module in held.modules if MERGED in vars(module)]
+        for module in held.modules:
+            if MERGED in vars(module):
+                found.append(adapter_state(module))
         for named in (held.parameters, held.buffers):
             for name, tensor in named.items():
                 try:

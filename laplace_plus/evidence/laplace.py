@@ -133,7 +133,10 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        weights = (self.weights(noise_std) / as_hyperparameter(temperature).to(self.vector.device)).to(self.vector)
+        weights = self._own_weights if noise_std is None else self.weights(noise_std)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(self.vector.device)
+        weights = (weights / temperature).to(self.vector)
         diagonals = self.diagonals(precision)
         result: dict[str, Factor] = {}
         for layout, block in self.curvature.blocks:

@@ -303,8 +303,8 @@ class Categorical(Likelihood):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"gumbel"`` (takes variances alone for independent logits), ``"bridge"``, or those that need no more."""
-        mean, covariance = widen(mean), widen(covariance)
-        logits = mean
+        logits = mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        covariance = covariance.to(mean.dtype)
         if link == "gumbel":
             logits = _gumbel_logits(mean, covariance)
         elif link == "probit":

@@ -18,23 +18,17 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus._memory import budget, require_free, require_room, slices
+from laplace_plus._memory import budget, chunk_bytes, require_free, require_room, slices
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients, bytes_per_example, pieces, same_outputs
-from laplace_plus.curvature.structures import Layout
+from laplace_plus.curvature.native import output_layer_gradients
+from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs, shape_text, unknown_link
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.network import Network
-from laplace_plus.predictive.output_covariances import (
-    QUICK_BYTES,
-    Wanted,
-    covariances_by_cotangents,
-    covariances_of_head,
-    room_for_cotangents,
-)
 from laplace_plus.predictive.prediction import Prediction, RandomSource, from_samples
 from laplace_plus.structured import Factor
 
@@ -42,12 +36,23 @@ MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances: covariances would take C times the
 memory, and the links ignore them."""
 
+WHOLE = "all"
+"""Key of a block that covers the whole parameter vector."""
+
 Outputs = Literal["diagonal", "independent"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
+_Forms = Callable[..., list[Tensor]]
 
 _OF_LINKS: dict[str, Outputs] = {"gumbel": "independent", "network": "independent", "probit": "diagonal"}
 
+_LEAST_EXAMPLES = 8
+"""Variances are computed for a few outputs at a time before a micro-batch gets smaller than this: products with fewer
+rows take as long."""
+
 _SMALL_GRAPH = 2**14
 """Bytes of one example's graph up to which no batch is cut before its forward pass."""
+
+QUICK_BYTES = 512 * 2**20
+"""On a CPU, more output gradients at a time than this only cost new pages of memory."""
 
 
 class FunctionalPosterior(NamedTuple):
@@ -98,11 +103,18 @@ def functional_posteriors(
         DataError: Inputs for which the network takes another path than while fitting.
     """
     again = partial(functional_posteriors, network, factor_sets, differentiable=differentiable, layouts=layouts)
-    if apart and (outputs is None or isinstance(outputs, (str, slice))):
-        of_part = partial(again, outputs=outputs, expected_outputs=expected_outputs)
-        parts = _in_micro_batches(of_part, network, inputs, joint, expected_outputs or 1)
-        if parts is not None:
-            return parts
+    graph = network.bytes_per_example or bytes_per_example(network, inputs)  # of one example, as the fit has learnt
+    shared = outputs is None or isinstance(outputs, (str, slice))
+    cuts = graph > _SMALL_GRAPH and apart and shared and not joint
+    if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) > 1:
+        every = [again(part, outputs=outputs, expected_outputs=expected_outputs) for part in parts]
+        return [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*every, strict=True)]
+    graph += graph * (expected_outputs or 1) // 2  # with the gradients of all outputs, as measured
+    cuts = joint and apart and shared and graph > _SMALL_GRAPH
+    if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) > 1:
+        require_room(2 * graph, "the gradients of all outputs of two examples", network.device, if_given=True)
+        pairs = partial(again, joint=True, outputs=outputs, expected_outputs=expected_outputs, apart=False)
+        return _across(pairs, inputs, batches.batch_size(parts[0]))
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
     if not shape.numel():
@@ -113,68 +125,74 @@ def functional_posteriors(
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     if not math.isfinite(mean.detach().sum()):
         check_outputs(mean)
-    wanted = _wanted(outputs, mean, shape, joint)
-    n_bytes = math.prod(wanted.covariance_shape) * mean.element_size() * len(factor_sets)
+    device = mean.device
+    diagonal, chosen = isinstance(outputs, str) and wants_variances(outputs, joint), cast(Any, None)
+    if outputs is None or isinstance(outputs, str):
+        individual, picked, size = False, mean.view(shape).clone(), shape[-1]
+    else:
+        chosen, picked = output_indices(outputs, shape).to(device), mean.view(shape)
+        individual, size = chosen.ndim > 1, chosen.shape[-1]
+        picked = picked.gather(-1, chosen) if individual else picked[..., chosen]
+    kept = (*shape[:-1], size)
+    final = (*kept, *kept) if joint else kept if diagonal else (*kept, size)
+    n_bytes = math.prod(final) * mean.element_size() * len(factor_sets)
     if n_bytes > QUICK_BYTES:
-        what, fix = f"A covariance {[*wanted.covariance_shape]} of the outputs", 'ask for outputs="diagonal".'
-        require_free(n_bytes, what, mean.device, f"Pass fewer inputs at a time, or {fix}")
-    covariances = covariances_of_head(gradients, factor_sets, wanted)
-    if covariances is None:
-        each, capacity, n_parts = room_for_cotangents(gradients, wanted)
-        if apart and not (joint or capture.pointwise) and n_parts > 1 and batches.can_be_cut(capture.inputs, len(mean)):
-            del gradients
-            every = []
-            for part in slices(len(mean), 1, -(-len(mean) // n_parts)):
-                own = cast(Tensor, wanted.chosen)[part] if wanted.individual else outputs
-                every.append(again(batches.cut(capture.inputs, part), outputs=own))
-            parts = _joined(every)
-            if same_outputs(parts[0].mean, wanted.mean):
-                return parts
+        fix = 'Pass fewer inputs at a time, or ask for outputs="diagonal".'
+        require_free(n_bytes, f"A covariance {list(final)} of the outputs", device, fix)
+    mode = "joint" if joint else "diagonal" if diagonal else "full"
+    centre = centring_weights(mean) if diagonal and outputs == "independent" else None
+    # Gradients of a linear output layer are known without one cotangent for each output.
+    head = None
+    if capture.pointwise and WHOLE not in factor_sets[0]:
+        positions = torch.arange(size, device=device) if chosen is None else chosen
+        head = output_layer_gradients(gradients, positions.reshape(len(mean), -1) if individual else positions)
+    if head is not None and head[0].key in factor_sets[0]:
+        rows = head[1].features
+        if centre is None:
+            covariances = _quadratic_forms([head], factor_sets, mode)
+        else:  # the rows (e_k − w) of all outputs are written out, if at all, for a few examples at a time
+            found_parts = []
+            for part in slices(len(rows), mean.shape[-1] ** 2 * rows.element_size(), chunk_bytes(device, of_caches=64)):
+                own = replace(head[1], features=rows[part], centre=centre.flatten(0, -2)[part].to(rows.dtype))
+                found_parts.append(_quadratic_forms([(head[0], own)], factor_sets, mode))
+            covariances = [torch.cat(parts) for parts in zip(*found_parts, strict=True)]
+    else:
+        flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
+        general = 0
+        for layout in gradients.layouts:
+            general += layout.n_entries if layout.rule == GENERAL else 0
+        each = capture.cotangent_bytes // 2 + len(flat) * general * flat.element_size()  # of one cotangent
+        allowed = budget(device)
+        room = min(QUICK_BYTES if device.type == "cpu" else allowed, allowed // 2)
+        count = -(-size // max(1, room // max(1, each)))
+        count = min(count, len(flat) // _LEAST_EXAMPLES) if diagonal else count
+        count = min(len(flat), max(count, -(-each // max(1, room))))  # one cotangent must fit
+        cuts = apart and not joint and not capture.pointwise and count > 1
+        if cuts and batches.can_be_cut(capture.inputs, len(flat)):
+            del gradients, flat
+            found = []
+            for part in slices(len(mean), 1, -(-len(mean) // count)):
+                found.append(again(batches.cut(capture.inputs, part), outputs=chosen[part] if individual else outputs))
+            joined = [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*found, strict=True)]
+            if same_outputs(joined[0].mean, picked):
+                return joined
             # An example's output depends on the other examples: the batch must stay whole.
-            del every, parts, capture
+            del found, joined, capture
             return again(inputs, outputs=outputs, apart=False)
-        require_room(each, f"the gradients of one output for {len(mean)} examples", mean.device)
-        covariances = covariances_by_cotangents(gradients, factor_sets, wanted, capacity)
+        if each > allowed:
+            require_room(each, f"the gradients of one output for {len(flat)} examples", device)
+        one_hot = None if chosen is None else chosen.view(*flat.shape[:2], -1) if individual else chosen
+        centre = None if centre is None else centre.reshape(flat.shape)
+        forms = partial(_one_hot_forms, gradients, flat, one_hot, size, factor_sets, mode, centre)
+        covariances = _by_cotangents(forms, flat.shape[1], size, mode, max(1, room // max(1, each)))
     results = []
     for covariance in covariances:
-        found = covariance.reshape(wanted.covariance_shape).to(mean.dtype)
-        if not math.isfinite(found.detach().sum()):
-            check_finite(found, "The functional covariance")
-        found = found if wanted.centre is None else independent_variances(wanted.mean, found)
-        results.append(FunctionalPosterior(wanted.mean, found))
+        found_one = covariance.reshape(final).to(mean.dtype)
+        if not math.isfinite(found_one.detach().sum()):
+            check_finite(found_one, "The functional covariance")
+        found_one = found_one if centre is None else independent_variances(picked, found_one)
+        results.append(FunctionalPosterior(picked, found_one))
     return results
-
-
-def _wanted(outputs: Outputs, mean: Tensor, shape: torch.Size, joint: bool) -> Wanted:
-    """The outputs that were asked for, of means ``[B, *, C]`` of which ``mean`` may have all positions in one axis."""
-    if outputs is None or isinstance(outputs, str):
-        variances = outputs is not None and wants_variances(outputs, joint)
-        centre = centring_weights(mean) if outputs == "independent" else None
-        kind = "joint" if joint else "diagonal" if variances else "full"
-        return Wanted(mean, mean.view(shape).clone(), None, kind, centre)
-    chosen, picked = output_indices(outputs, shape).to(mean.device), mean.view(shape)
-    picked = picked.gather(-1, chosen) if chosen.ndim > 1 else picked[..., chosen]
-    return Wanted(mean, picked, chosen, "joint" if joint else "full", None)
-
-
-def _in_micro_batches(
-    again: Callable[..., list[FunctionalPosterior]], network: Network, inputs: Any, joint: bool, n_outputs: int
-) -> list[FunctionalPosterior] | None:
-    """The posteriors from parts of a batch whose graph would not fit; None where it does."""
-    graph = network.bytes_per_example or bytes_per_example(network, inputs)  # of one example, as the fit has learnt
-    if joint:
-        graph += graph * n_outputs // 2  # with the gradients of all outputs, as measured
-    if graph <= _SMALL_GRAPH or len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) == 1:
-        return None
-    if not joint:
-        return _joined([again(part) for part in parts])
-    require_room(2 * graph, "the gradients of all outputs of two examples", network.device, if_given=True)
-    return _across(partial(again, joint=True, apart=False), inputs, batches.batch_size(parts[0]))
-
-
-def _joined(parts: Sequence[Sequence[FunctionalPosterior]]) -> list[FunctionalPosterior]:
-    """The posteriors of a batch from those of its parts."""
-    return [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*parts, strict=True)]
 
 
 def _across(again: Callable[..., list[FunctionalPosterior]], inputs: Any, size: int) -> list[FunctionalPosterior]:
@@ -358,3 +376,99 @@ def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, sha
         what = "The choice of outputs for each example does not fit the network's outputs."
         raise ConfigurationError(what, expected=expected, got=got)
     return chosen
+
+
+def _by_cotangents(forms: _Forms, n_positions: int, each: int, mode: str, capacity: int) -> list[Tensor]:
+    """``J Σ Jᵀ`` for each set of factors by one-hot cotangents of K outputs at each of M positions, a few at a time.
+
+    Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
+    """
+    numbers = torch.arange(n_positions * each)
+    if len(numbers) <= min(each, capacity):
+        return forms(numbers)
+    if mode == "full" and each > capacity:
+        chunks = [_by_pairs(forms, position, capacity) for position in numbers.split(each)]
+    else:
+        size = {"joint": len(numbers), "diagonal": capacity, "full": capacity // each * each}[mode]
+        chunks = []
+        for which in numbers.split(size):
+            chunks.append(forms(which, each if mode == "full" else None))
+    return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
+
+
+def _by_pairs(forms: _Forms, position: Tensor, capacity: int) -> list[Tensor]:
+    """One position's ``[B, 1, K, K]`` if its cotangents do not fit in memory: any two chunks of them meet once."""
+    results: list[Tensor] = []
+    for pair in combinations(position.split(max(1, capacity // 2)), 2):
+        both = torch.cat(pair)
+        parts, index = forms(both), both - position[0]
+        results = results or [part.new_zeros(len(part), 1, len(position), len(position)) for part in parts]
+        for result, part in zip(results, parts, strict=True):
+            result[:, 0, index[:, None], index] = part
+    return results
+
+
+def _one_hot_forms(
+    gradients: Gradients,
+    flat: Tensor,
+    chosen: Tensor | None,
+    size: int,
+    factor_sets: Sequence[Mapping[str, Factor]],
+    mode: str,
+    centre: Tensor | None,
+    which: Tensor,
+    block: int | None = None,
+) -> list[Tensor]:
+    """Quadratic forms of the cotangents ``which``: number ``m K + k`` is the k-th chosen output of position m.
+
+    Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them (None for all), or ``[B, M, K]`` of each example.
+    Their mean with weights ``centre [B, M, C]`` is taken from the chosen ones.
+    """
+    n, positions, n_outputs = flat.shape
+    if chosen is None or chosen.ndim == 1:
+        columns = which if chosen is None else which // size * n_outputs + chosen.cpu()[which % size]
+        units = flat.new_zeros(len(which), positions * n_outputs).scatter_(1, columns.to(flat.device).unsqueeze(1), 1.0)
+        units = units.view(-1, 1, positions, n_outputs).expand(-1, n, -1, -1)  # all examples share one memory
+        if centre is not None:
+            position, units = which // size, units.clone()
+            units[torch.arange(len(which)), :, position] -= centre[:, position].transpose(0, 1)
+    else:
+        number, position = which % size, which // size
+        units = flat.new_zeros(len(which), n, positions, n_outputs)
+        example = torch.arange(n)[:, None]
+        units[torch.arange(len(which)), example, position, chosen.cpu()[example, position, number]] = 1
+    cotangents = units.reshape(len(which), *gradients.capture.outputs.shape)
+    stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
+    return _quadratic_forms(stacks, factor_sets, mode, block)
+
+
+def _quadratic_forms(
+    stacks: Any, factor_sets: Sequence[Mapping[str, Factor]], mode: str, block: int | None = None
+) -> list[Tensor]:
+    """``J Σ Jᵀ`` for each set of factors, summed over the layouts' gradients; one change of basis for each basis.
+
+    With ``block``, only products within each group of so many cotangents: ``[B, V/block, block, block]``.
+    """
+    totals: list[Tensor] = []
+    for layout, stack in stacks:
+        coordinates: dict[int, Any] = {}
+        for number, factors in enumerate(factor_sets):
+            if layout.key not in factors:
+                what = f"The network uses {layout.key!r} in another way than it did while fitting."
+                expected = f"the blocks {', '.join(list(factors)[:4])} …"
+                raise DataError(what, expected=expected, fix="Feed inputs of the same kind as the training data.")
+            factor = factors[layout.key]
+            if id(factor.basis) not in coordinates:
+                coordinates[id(factor.basis)] = factor.basis.coordinates(stack)
+            own = coordinates[id(factor.basis)]
+            if block is None or own.n_cotangents == block:
+                part = factor.quadratic_form(own, mode)
+                part = part if block is None else part[:, None]
+            else:
+                groups = torch.arange(own.n_cotangents, device=own.device).split(block)
+                part = torch.stack([factor.quadratic_form(own.select(group), mode) for group in groups], 1)
+            if number == len(totals):
+                totals.append(part)
+            else:
+                totals[number] = totals[number] + part
+    return totals
