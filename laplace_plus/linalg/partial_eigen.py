@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import inner, orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import (
@@ -335,7 +336,8 @@ class _ThickRestart:
         known, n = self.vectors.shape
         free = n - known
         k, size = min(k, free), min(self._subspace, free)
-        basis = torch.cat([self.vectors, start.new_zeros(size, n)])
+        basis = start.new_zeros(known + size, n)
+        basis[:known] = self.vectors
         # Q A Qᵀ: on and above the diagonal from products, below it as it follows from symmetry.
         matrix = start.new_zeros(size + 1, size)
         vector, kept, beta = self._unit(start, basis[:known]), 0, 0.0
@@ -374,7 +376,9 @@ class _ThickRestart:
                 return done or beaten
             self._restarts -= 1
             kept = min(k + (size - k) // 2, size - 1)
-            basis[known : known + kept] = vectors[:, :kept].to(basis).T @ basis[known:]
+            turn = vectors[:, :kept].to(basis).T
+            for part in slices(n, size * basis.element_size(), chunk_bytes(basis.device, of_caches=8)):  # in place
+                basis[known : known + kept, part] = turn @ basis[known:, part]
             matrix.zero_()
             matrix[:kept, :kept] = torch.diag(values[:kept]).to(basis)
             matrix[kept, :kept] = beta * vectors[-1, :kept].to(basis)

@@ -152,7 +152,7 @@ class LowRank(GaussianPosterior):
             raise UnsupportedError(what, expected="one noise level", got=f"{self.likelihood.n_noise}", fix=fix)
         group, network = self.group, self.network
         subspace = min(network.n_parameters, max(2 * self.rank + 1, self.rank + 20))
-        self.require_vectors(subspace + 4, f"the search for {self.rank} eigenpairs")
+        self.require_vectors(subspace + 9, f"the search for {self.rank} eigenpairs")
         sums, seen = super()._total(data, None, progress=progress, generator=generator, accumulate=_outputs_alone)
         options: dict[str, Any] = {"generator": generator, "progress": progress}
         make = partial(curvature_operator, self.backend, network, self.likelihood, data, **options)
