@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -57,7 +58,14 @@ class Shared:
                 self._settings.close()
 
 
-eager = Shared(partial(torch.compiler.set_stance, "force_eager"))
+def _stance() -> AbstractContextManager[Any]:
+    # torch before 2.8 takes a reference to None at each of its changes: Python 3.11 ended after 20 000 forward passes.
+    for _ in range(3 if torch.__version__ < "2.8" else 0):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+    return torch.compiler.set_stance("force_eager")
+
+
+eager = Shared(_stance)
 """Runs compiled parts of a module eagerly: they hide their operations, and do not compile under the active modes."""
 
 written_out_attention = Shared(partial(sdpa_kernel, SDPBackend.MATH))

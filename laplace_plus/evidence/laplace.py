@@ -177,10 +177,8 @@ class LaplaceModel:
     def log_likelihood(self, noise_std: Any = None) -> Tensor:
         """``log p(D|θ̂)``, 0-d float64; UnsupportedError where the posterior has seen no data."""
         if self.statistics.isnan().any():
-            what, fix = (
-                "The evidence of data that were not seen is not known.",
-                "Fit to data, or tune by validation, without the noise.",
-            )
+            what = "The evidence of data that were not seen is not known."
+            fix = "Fit to data, or tune by validation, without the noise."
             raise UnsupportedError(what, expected="a posterior after fit()", got="one from given variances", fix=fix)
         return self.likelihood.log_likelihood(self.statistics, noise_std)
 
