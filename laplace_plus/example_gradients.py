@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus.errors import NETWORK_ERRORS
+from laplace_plus.errors import tried
 
 Function = Callable[[Any, dict[str, Tensor]], Tensor]
 """Outputs ``[B, *, C]`` from a batch's inputs and some parameters."""
@@ -59,11 +59,8 @@ def per_example_gradients(
     combined = torch.einsum("vb,vb...->b...", combination, cotangents)
     expected = _gradients(together, parameters, combined, retain_graph=True)
     for attempt in (mapped, looped):
-        try:
-            result = attempt()
-        except NETWORK_ERRORS:  # whatever goes wrong with single examples, the batch went through
-            continue
-        if _agree(result, combination, expected):
+        result, _ = tried(attempt)  # whatever goes wrong with single examples, the batch went through
+        if result is not None and _agree(result, combination, expected):
             kept = differentiable or cotangents.requires_grad
             # A network that differentiates itself may leave a graph that nobody asked for (torch 2.6).
             return result if kept else {name: gradient.detach() for name, gradient in result.items()}

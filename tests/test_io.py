@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -25,6 +26,7 @@ from torch import nn
 from laplace_plus import io
 from laplace_plus._version import __version__
 from laplace_plus.errors import CheckpointError
+from laplace_plus.io.checkpoints import Checkpoint
 
 HEADER = {"class": "KFAC", "nested": {"a": [1, 2.5, None, True], "e": 1e-30}, "text": "σ² é"}
 
@@ -262,8 +264,9 @@ def test_readers_during_saves_see_no_damage(checkpoint):
     def read_on():
         while not stop.is_set():
             try:
-                io.read(checkpoint)
-            except CheckpointError as error:
+                header, tensors = io.read(checkpoint)
+                assert header == HEADER or tensors["x"].eq(header["n"]).all()
+            except (CheckpointError, AssertionError) as error:
                 errors.append(error)
 
     reader = threading.Thread(target=read_on)
@@ -273,6 +276,47 @@ def test_readers_during_saves_see_no_damage(checkpoint):
     stop.set()
     reader.join()
     assert errors == []
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(checkpoint, monkeypatch):
+    """Between the hash of the tensors and the tensors."""
+    known, left = safetensors.safe_open, [2, 3]
+
+    def replaced(*args, **options):
+        if left:
+            number = left.pop()
+            io.write(checkpoint, {"n": number}, {"x": torch.full((4,), float(number))})
+        return known(*args, **options)
+
+    monkeypatch.setattr("safetensors.safe_open", replaced)
+    header, tensors = io.read(checkpoint)
+    assert header == {"n": 2}
+    assert tensors["x"].eq(2).all()
+
+
+@pytest.mark.parametrize("read", [io.read, lambda path: Checkpoint(path.parent, {}).read(path.name)])
+@pytest.mark.parametrize("owner", ["own", "gone"])
+def test_a_checkpoint_that_a_killed_save_put_aside_is_moved_back(tmp_path, owner, read):
+    """Where two folders cannot be exchanged."""
+    write_stage = Checkpoint(tmp_path, {}).write
+    write_stage("p", {"n": 1}, {"x": torch.ones(2)})
+    number = os.getpid() if owner == "own" else 2**22 + 1  # more than Linux gives
+    (tmp_path / "p").rename(tmp_path / f".p.{platform.node()}-{number}-0.replaced")
+    assert read(tmp_path / "p")[1]["x"].eq(1).all()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p"]
+
+
+def test_what_killed_saves_left_behind_goes(checkpoint):
+    """Also of this process's number, as in containers, and of another host when it is old."""
+    names = {f"{platform.node()}-{os.getpid()}": "goes", f"{platform.node()}-{os.getppid()}": "stays"}
+    for name, fate in {**names, "other-host-12": "goes", "other.host-13": "stays"}.items():
+        folder = checkpoint.with_name(f".{checkpoint.name}.{name}-{fate}.partial")
+        folder.mkdir()
+        if name == "other-host-12":
+            os.utime(folder, (0, 0))
+    io.write(checkpoint, {"n": 2}, {})
+    left = {entry.name.rsplit("-")[-1] for entry in checkpoint.parent.iterdir()}
+    assert left == {"posterior", "stays.partial"}
 
 
 def test_files_can_be_read_by_whom_the_umask_allows(tmp_path):

@@ -29,7 +29,7 @@ from laplace_plus._memory import budget
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
 from laplace_plus.curvature.last_layer import REARRANGING, last_layer, reached, rows_of
-from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError, warn
+from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError, tried, warn
 from laplace_plus.network import Network
 
 # glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
@@ -496,9 +496,8 @@ def _doubled(network: Network, capture: Capture) -> Capture | None:
         for leaf in leaves:
             single = isinstance(leaf, Tensor) and leaf.ndim > axis and leaf.shape[axis] == 1
             twice.append(torch.cat([leaf, leaf], axis) if single else leaf)
-        try:
-            double = Capture(network, rebuild(twice))
-        except NETWORK_ERRORS:  # the inputs were not meant to be doubled along this axis
+        double, _ = tried(lambda twice=twice: Capture(network, rebuild(twice)))  # type: ignore[misc]
+        if double is None:  # the inputs were not meant to be doubled along this axis
             continue
         if double.n_examples == 2 and [call.label for call in double.calls] == [call.label for call in capture.calls]:
             return double

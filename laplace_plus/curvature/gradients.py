@@ -9,7 +9,6 @@ diagonal and Kronecker curvature, functional variance – is made of these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -25,7 +24,7 @@ from laplace_plus.curvature.calls import Call, ParameterRows
 from laplace_plus.curvature.capture import Capture, capture_batch, find_axes
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
 from laplace_plus.differentiability import differentiable_kernels
-from laplace_plus.errors import NETWORK_ERRORS, UnsupportedError
+from laplace_plus.errors import UnsupportedError, tried
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
@@ -300,13 +299,16 @@ def first_look(network: Network, batch: Batch) -> Capture | None:
     # No layer before the last one leaves a graph, so that its first batch tells as much, if no budget was given.
     whole = isinstance(network.selection, str) and network.selection == "last_layer" and not _memory.is_given()
     if size > 2 and not whole and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):  # noqa: PLR2004
-        try:
+
+        def look() -> Capture:
             ends = Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]])
             find_axes(network, pair := capture_batch(network, ends))
-        except NETWORK_ERRORS:  # a network for batches of one size, or a batch that is refused as a whole
-            network.can_cut = False
-        else:
             return pair
+
+        pair, _ = tried(look)
+        if pair is not None:
+            return pair
+        network.can_cut = False  # a network for batches of one size, or a batch that is refused as a whole
     return capture_batch(network, batch)
 
 
@@ -327,8 +329,7 @@ def pieces(network: Network, inputs: Any, bytes_each: int, allowed: int) -> list
 
 def forward_parts(network: Network, inputs: Any) -> list[Any]:
     """Inputs in parts whose forward passes half the memory budget holds, where the network lets itself be looked at."""
-    with suppress(*NETWORK_ERRORS):  # derivatives are not asked for
-        bytes_per_example(network, inputs)
+    tried(lambda: bytes_per_example(network, inputs))  # derivatives are not asked for
     return pieces(network, inputs, network.bytes_forward, _memory.budget(network.device) // 2)
 
 
@@ -347,15 +348,16 @@ def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> b
             other = max(other, int(differs[-1])) if len(differs) else other
     if not other:
         return None
-    try:
+
+    def look() -> bool:
         capture = ends if other == len(batch.target) - 1 else None
         if capture is None:
             capture = capture_batch(network, Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]]))
         Gradients(network, capture)  # refuses what it cannot tell apart
         alone = torch.cat([network.forward(batches.cut(batch.inputs, [number])) for number in (0, other)])
-    except NETWORK_ERRORS:  # as above
-        return False
-    return same_outputs(alone, capture.outputs.view(capture.output_shape))
+        return same_outputs(alone, capture.outputs.view(capture.output_shape))
+
+    return tried(look)[0] or False
 
 
 def same_outputs(some: Tensor, among_others: Tensor) -> bool:

@@ -20,7 +20,7 @@ from laplace_plus import batches
 from laplace_plus._memory import budget, is_given
 from laplace_plus.curvature.gradients import bytes_per_example, evaluate, pieces
 from laplace_plus.differentiability import differentiable_kernels
-from laplace_plus.errors import NETWORK_ERRORS
+from laplace_plus.errors import tried
 from laplace_plus.network import Network
 
 ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
@@ -51,16 +51,18 @@ class Checked:
         """
         if self.right.get(way) is False:
             return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about slow batching rules and torch's own imports
-                found = compute()
-                verdict = self.right[way] if way in self.right else agrees(found)
-        except torch.OutOfMemoryError:
-            raise
-        except NETWORK_ERRORS as error:  # there is a way that works in any case, or says why not
-            self.right[way], self.reason = False, f": {error}"
+
+        def judged() -> tuple[T, bool | None]:
+            found = compute()
+            return found, self.right[way] if way in self.right else agrees(found)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about slow batching rules and torch's own imports
+            both, reason = tried(judged)
+        if both is None:  # there is a way that works in any case, or says why not
+            self.right[way], self.reason = False, reason
             return None
+        found, verdict = both
         if verdict is not None:
             self.right[way] = verdict
         return None if verdict is False else found

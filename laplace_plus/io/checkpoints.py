@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laplace_plus.batches import Batch, DataSums, same_sum
 from laplace_plus.errors import CheckpointError
-from laplace_plus.io.files import read, write
+from laplace_plus.io.files import is_there, read, write
 from laplace_plus.io.fingerprints import fingerprint
 
 PAUSE = 30.0
@@ -79,7 +79,7 @@ class Checkpoint:
 
     def read(self, stage: str, device: Any = "cpu") -> Stage | None:
         """The header and tensors of a stage, or None; CheckpointError if damaged, or of another computation."""
-        if self.folder is None or not (self.folder / stage).exists():
+        if self.folder is None or not is_there(self.folder / stage):
             return None
         header, tensors = map(Part, read(self.folder / stage, device))
         saved = Part(header["identity"])

@@ -14,13 +14,15 @@ network is recognised by its :func:`fingerprint`, which a header can carry.
 from __future__ import annotations
 
 import ctypes
+import glob
 import json
 import os
 import platform
 import shutil
 import sys
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,13 +45,17 @@ FORMAT_VERSION = 1
 TENSORS_FILE = "posterior.safetensors"
 HEADER_FILE = "posterior.json"
 
+_WRITING: set[str] = set()  # names of folders that this process has in hand
+_DAY = 86_400 * 10**9
+
 
 def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a checkpoint, all of it or nothing.
 
     It is written beside ``path`` (new, empty, or a checkpoint, which is replaced) and moved there when complete. Where
-    the system can exchange two folders (Linux, macOS), the old or the new one is at ``path`` at any time. What killed
-    processes have left beside it goes. The header holds nested dictionaries with string keys, lists (also for tuples),
+    the system can exchange two folders (Linux, macOS), the old or the new one is at ``path`` at any time, and elsewhere
+    the old one may wait beside it for the next call. What killed processes have left there goes, that of other hosts
+    after a day. The header holds nested dictionaries with string keys, lists (also for tuples),
     strings, finite numbers, booleans and None; tensors are dense, on any device.
 
     Raises:
@@ -58,8 +64,8 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
     """
     target = Path(path).resolve()
     _check_replaceable(target)
-    start = f".{target.name}.{platform.node()}-"
-    partial = target.with_name(f"{start}{os.getpid()}-{uuid.uuid4().hex}.partial")
+    partial = target.with_name(f".{target.name}.{platform.node()}-{os.getpid()}-{uuid.uuid4().hex}.partial")
+    _WRITING.add(partial.stem)
     try:
         text = json.dumps(dict(header), allow_nan=False)  # names a header that contains itself
         _check_keys(header)
@@ -84,10 +90,8 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
             _sync(part)  # the data has to be on the disk before its new name is
         _move(partial, target)
         _sync(target.parent)
-        for left in target.parent.iterdir():  # by processes that are gone
-            owner = left.name.removeprefix(start).split("-")[0]
-            if left.name.startswith(start) and owner.isdigit() and not psutil.pid_exists(int(owner)):
-                shutil.rmtree(left, ignore_errors=True)
+        for folder in [*_left_behind(target)]:
+            shutil.rmtree(folder, ignore_errors=True)
     except (ValueError, TypeError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         if "os error" in str(error):  # a full disk, say, in the words of safetensors
             raise OSError(str(error)) from error
@@ -97,6 +101,32 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
         raise CheckpointError(what, expected=expected, got=f"{type(error).__name__}: {error}", fix=fix) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        _WRITING.discard(partial.stem)
+
+
+def _left_behind(target: Path) -> Iterator[Path]:
+    """Folders beside a checkpoint by processes of this host that are gone; unfinished ones of others after a day."""
+    start = f".{target.name}."
+    for folder in target.parent.glob(f"{glob.escape(start)}*-[0-9]*-*.*"):
+        host, owner, _ = folder.stem.removeprefix(start).rsplit("-", 2)
+        if host != platform.node():
+            _, changed = _identity(folder) or (0, time.time_ns())
+            gone = folder.suffix == ".partial" and time.time_ns() - changed > _DAY
+        elif owner == str(os.getpid()):  # or by one of the same number, as in containers
+            gone = folder.stem not in _WRITING
+        else:
+            gone = owner.isdigit() and not psutil.pid_exists(int(owner))
+        if gone:
+            yield folder
+
+
+def is_there(path: Path) -> bool:
+    """Whether something is at a path; a checkpoint that a killed :func:`write` has put aside is moved back there."""
+    target = path.resolve()
+    if target.parent.is_dir() and not target.exists():
+        for folder in [own for own in _left_behind(target) if own.suffix == ".replaced"][:1]:
+            folder.rename(target)
+    return target.exists()
 
 
 def _sync(path: Path) -> None:
@@ -131,7 +161,7 @@ def _move(partial: Path, target: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    if not target.exists():
+    if not is_there(target):
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {"a file"}
     if names and not (names == {HEADER_FILE, TENSORS_FILE} and _parse((target / HEADER_FILE).read_bytes())):
@@ -171,13 +201,22 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a checkpoint, on a device; CheckpointError unless all is as it was written."""
     header = Path(path) / HEADER_FILE
+    is_there(header.parent)
     while True:
-        seen = header.stat().st_mtime_ns if header.exists() else None
+        seen = _identity(header)
         try:
             return _read(header.parent, device)
         except (CheckpointError, OSError):
-            if seen == (header.stat().st_mtime_ns if header.exists() else None):
+            if seen == _identity(header):
                 raise  # else it was replaced meanwhile
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from what replaces it, and when it was changed, in ns."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _read(directory: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -195,6 +234,7 @@ def _read(directory: Path, device: torch.device | str) -> tuple[dict[str, Any], 
             got=f"version {document.get('version')!r}, written by laplace_plus {document.get('package_version')}",
             fix="Load it with that version of laplace_plus, or save it again with this one",
         )
+    seen = _identity(files[1])
     # The bytes are compared: JSON has several spellings of one value, and none but the written one was written.
     is_intact = _render(document) == raw, document.get("tensors_sha256") == _sha256(files[1])
     for file, intact in zip(files, is_intact, strict=True):
@@ -204,6 +244,8 @@ def _read(directory: Path, device: torch.device | str) -> tuple[dict[str, Any], 
     tensors: dict[str, Tensor] = {}
     try:
         with safetensors.safe_open(files[1], framework="pt") as contents:
+            if seen != _identity(files[1]):  # not the file whose hash is known
+                raise CheckpointError(f"{directory} was replaced while it was read.", fix="Read it again.")
             for name in document["tensors"]:
                 # The tensors of `safe_open` are views of the mapped file, and would follow what happens to it.
                 tensors[name] = contents.get_tensor(name).to(device, copy=True)
