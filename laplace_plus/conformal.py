@@ -19,10 +19,11 @@ Scores of a number y with predictive mean m, deviation s and central interval ``
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ class ConformalPosterior:
 
     def __repr__(self) -> str:
         return f"ConformalPosterior({self.posterior!r}, score={self.score!r}, level={self.level})"
+
+    def __copy__(self) -> ConformalPosterior:
+        return replace(self, posterior=copy.copy(self.posterior))
 
     def predictive(self, x: Any, **options: Any) -> Prediction:
         """That of the posterior."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -249,6 +250,14 @@ def test_groups_that_are_none_are_refused_and_far_ones_are_quick():
             lp.conformalize(numbers, [(x, x)], by=by)
     made = lp.conformalize(numbers, [(x, x)], by=lambda x: torch.full((len(x),), 10**6))
     assert made.thresholds.shape == (10**6 + 1, 1) and int(made.thresholds.isfinite().sum()) == 1
+
+
+def test_a_copy_has_a_posterior_of_its_own():
+    posterior, _, x, y = fitted()
+    made = lp.conformalize(posterior, [(x[30:], y[30:])])
+    known, other = made.predict_set(x), copy.copy(made)
+    other.posterior.prior_precision = 77.0
+    assert torch.equal(made.predict_set(x), known)
 
 
 def test_mixtures_are_refused():

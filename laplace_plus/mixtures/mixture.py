@@ -8,6 +8,7 @@ target with the member and its network is ``H[p] − Σ w_m (H[p_m] − I_m)``.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,11 @@ class Mixture:
 
     def __repr__(self) -> str:
         return f"Mixture({len(self.members)} members, weights={[round(w, 4) for w in self.weights.tolist()]})"
+
+    def __copy__(self) -> Self:
+        result = object.__new__(type(self))
+        vars(result).update(vars(self), members=tuple(map(copy.copy, self.members)), weights=self.weights.clone())
+        return result
 
     @property
     def likelihood(self) -> Likelihood:

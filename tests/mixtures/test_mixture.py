@@ -140,6 +140,15 @@ def test_members_of_other_classes_and_ensembles_can_be_mixed():
     assert mixed.functional_samples.shape[1:] == (40, 3)
 
 
+def test_a_copy_has_members_of_its_own():
+    members, x, _ = fitted("classification", 2)
+    mixture = lp.Mixture(members)
+    known, other = mixture.predictive(x).mean, copy.copy(mixture)
+    other.members[0].prior_precision = 77.0
+    assert torch.equal(mixture.predictive(x).mean, known)
+    assert not torch.equal(other.predictive(x).mean, known)
+
+
 def test_errors_name_what_does_not_fit():
     members, x, y = fitted("classification", n_members=2)
     with pytest.raises(ConfigurationError, match="none"):
