@@ -199,6 +199,27 @@ def test_a_failure_half_way_leaves_the_older_checkpoint(checkpoint, monkeypatch,
     assert [entry.name for entry in checkpoint.parent.iterdir()] == ["posterior"]
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads names of open files as Linux shows them")
+def test_the_data_are_on_the_disk_before_their_name_is_and_the_name_before_the_save_ends(tmp_path, monkeypatch):
+    done, rename, sync = [], os.rename, os.fsync
+
+    def renamed(*paths, **options):
+        done.append("the move")
+        return rename(*paths, **options)
+
+    def synced(descriptor):
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        return sync(descriptor)
+
+    monkeypatch.setattr("os.rename", renamed)
+    monkeypatch.setattr("os.fsync", synced)
+    io.write(tmp_path / "it", {}, {"x": torch.ones(1)})
+    at = done.index("the move")
+    assert {io.HEADER_FILE, io.TENSORS_FILE} == {*done[: at - 1]}
+    assert done[at - 1].endswith(".partial")
+    assert done[at + 1 :] == [tmp_path.name]
+
+
 def no_library(*_, **__):
     raise OSError("none")
 

@@ -60,6 +60,7 @@ NEWER: Kinds = {
     "ABNN: other layers": lambda c: lp.ABNN(c.net, "classification", parameters=["0.weight"]),
     "ABNN: class weights of regression": lambda c: lp.ABNN(c.net, "regression", prior_weight=2.0),
     "ABNN: scales without data": lambda c: c.fitted("ABNN").fit_scale([]),
+    "ABNN: a trillion samples": lambda c: c.fitted("ABNN").fit_scale([(c.x, c.y)], n_samples=10**12),
     "ABNN: update": lambda c: c.fitted("ABNN").update([(c.x, c.y)]),
     "VariationalLastLayer: bound": lambda c: lp.VariationalLastLayer(c.net, "classification", bound="tight"),
     "VariationalLastLayer: odd samples": lambda c: lp.VariationalLastLayer(c.net, "classification", n_samples=3),

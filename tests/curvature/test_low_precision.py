@@ -13,6 +13,7 @@ import laplace_plus as lp
 from laplace_plus.batches import Batch
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.likelihoods import Categorical
+from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network import Network
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -162,3 +163,13 @@ def test_scaled_losses_of_a_training_leave_no_trace():
     assert torch.equal(ours.variance(), theirs.variance())
     assert scaler.get_scale() == 2.0**12
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(scaled.parameters(), gradients, strict=True))
+
+
+@HALVES
+def test_the_tolerance_of_half_precision_ends_with_the_call(dtype):
+    """Else later products in single precision would be judged by it."""
+    model, seen = nn.Linear(3, 2).to(dtype), []
+    model.register_forward_hook(lambda *_: seen.append(PRODUCTS.get()))
+    lp.Diagonal(model, "classification").fit([(torch.randn(6, 3).to(dtype), torch.arange(6) % 2)])
+    assert {*seen} == {torch.finfo(dtype).eps}
+    assert PRODUCTS.get() == 0

@@ -199,6 +199,20 @@ def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
 
 
 @check
+def noise_levels_of_a_rank_without_data(rank: int, folder: Path) -> None:
+    """One level an output, of which a rank learns from the others where it has no targets."""
+    net = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)).double()
+    x, _ = data()
+    y = torch.randn(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    alone = lp.KFAC(net, "regression").fit([(x, y)], distributed=False)
+    for owner in (0, 1):
+        ours = lp.KFAC(net, "regression").fit([(x, y)] if rank == owner else [])
+        assert ours.noise_std.shape == alone.noise_std.shape == (3,)
+        close(ours.noise_std, alone.noise_std, 1e-12)
+        assert_same(ours, alone)
+
+
+@check
 def vectors_and_matrices_are_added_in_one_message(rank: int, folder: Path) -> None:
     sent: list[str] = []
     send, reduce = dist.broadcast, dist.all_reduce

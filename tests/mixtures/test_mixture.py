@@ -85,6 +85,16 @@ def test_equal_members_are_one_and_so_is_a_single_one():
     assert float(lp.Mixture(members).predictive(x).mutual_information().min()) >= 0
 
 
+def test_standard_errors_are_those_of_independent_members():
+    members, x, _ = fitted("classification", n_members=2)
+    generator = torch.Generator().manual_seed(0)
+    mixed = lp.Mixture(members, [0.25, 0.75]).predictive(x, link="mc", n_samples=20, generator=generator)
+    one, two = (each.standard_error for each in mixed.predictions)
+    assert bool((one > 0).all() and (two > 0).all())
+    expected = ((0.25 * one).square() + (0.75 * two).square()).sqrt()
+    torch.testing.assert_close(mixed.standard_error, expected, rtol=1e-12, atol=0)
+
+
 def test_joint_log_probability_mixes_joint_densities():
     members, x, y = fitted("regression", n_members=2, n_outputs=1)
     mixed = lp.Mixture(members, [0.25, 0.75]).predictive(x[:5], joint=True).log_prob(y[:5])

@@ -340,6 +340,14 @@ def test_fit_scale_falls_back_to_the_network_and_says_so(tmp_path):
     assert torch.equal(again.predictive(x, n_samples=2).functional_samples, found.functional_samples)
 
 
+def test_a_trillion_samples_of_the_tuner_are_refused():
+    model, data = classified()
+    posterior = lp.ABNN(model, "classification", n_members=2, epochs=1).fit(data, generator=seeded())
+    with pytest.raises(ConfigurationError, match="1000000000000 samples of the outputs"):
+        posterior.fit_scale(data, n_samples=10**12, generator=seeded())
+    assert (posterior.noise_scale, posterior.tuning) == (0.2, None)
+
+
 def test_the_noise_of_targets_is_tuned_with_the_scale():
     model, data = classified(n=200)
     x = torch.cat([x for x, _ in data])

@@ -134,6 +134,19 @@ def test_a_state_is_a_copy():
     assert_close(other.load_state_dict(state)(x).variance, before)
 
 
+@pytest.mark.parametrize("cls", [lp.Diagonal, lp.Full, lp.KFAC])
+def test_a_state_shares_no_memory_with_posteriors(cls):
+    x, _, data = problem()
+    model = network()
+    posterior, other = cls(model, "classification").fit(data), cls(model, "classification").fit(data[1:])
+    before, state = posterior(x).mean, posterior.state_dict()
+    other.load_state_dict(state)
+    for tensor in state["tensors"].values():
+        tensor.zero_()
+    assert torch.equal(posterior(x).mean, before)
+    assert torch.equal(other(x).mean, before)
+
+
 def test_the_state_of_something_else_is_refused_and_changes_nothing():
     x, _, data = problem()
     model = network()

@@ -71,3 +71,14 @@ def test_tuning_by_samples_takes_more_than_their_solution_and_names_it() -> None
         posterior.fit_prior_precision(**brief)
     posterior.memory_budget = re.findall(r"at least ([0-9.]+ [KM]iB)", str(refusal.value))[0]
     assert len(posterior.fit_prior_precision(**brief).tuning.steps) == 1
+
+
+def test_a_selector_that_trains_keeps_to_the_budget() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
+    before = [parameter.clone() for parameter in net.parameters()]
+    selector = lp.LargestVariance(10, lp.DiagonalSWAG(n_snapshots=2))
+    posterior = lp.Subnetwork(net, "classification", selector, memory_budget="16 KiB")
+    with pytest.raises(ConfigurationError, match="a step of training on 64 examples"):
+        posterior.fit([(torch.randn(64, 20), torch.arange(64) % 2)], generator=torch.Generator().manual_seed(0))
+    assert all(map(torch.equal, net.parameters(), before))

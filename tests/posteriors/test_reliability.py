@@ -23,6 +23,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
+from laplace_plus.example_gradients import per_example_gradients
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(12) % 3
@@ -226,6 +227,38 @@ def test_exceptions_in_the_forward_pass_are_raised(posterior_class, error):
 
 class Interrupt(BaseException):
     pass
+
+
+def test_an_interrupt_is_no_reason_to_differentiate_in_another_way():
+    def network(x, parameters):
+        if len(x) == 1:  # an example by itself, under vmap
+            raise Interrupt
+        return x @ parameters["w"]
+
+    with pytest.raises(Interrupt):
+        per_example_gradients(network, torch.ones(3, 2), {"w": torch.ones(2, 1)}, torch.ones(1, 3, 1))
+
+
+@pytest.mark.parametrize("posterior_class", [lp.KFAC, lp.Diagonal])
+def test_an_interrupted_fit_to_other_weights_is_no_fit(posterior_class):
+    model = net()
+    posterior = posterior_class(model, "classification").fit([(X, Y)])
+
+    def batches():
+        yield X, Y
+        raise Interrupt
+
+    before = posterior.variance()
+    with torch.no_grad():
+        model[0].weight += 1
+    with pytest.raises(Interrupt):
+        posterior.fit(batches())
+    with pytest.raises(ModelChangedError):
+        posterior.predictive(X)
+    with torch.no_grad():
+        model[0].weight.copy_(net()[0].weight)
+    posterior.predictive(X)
+    assert torch.equal(posterior.variance(), before)
 
 
 def state(model):

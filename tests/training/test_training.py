@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from problems import Until
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -382,3 +383,37 @@ def test_a_callback_that_fails_leaves_the_end_of_its_epoch():
     with pytest.raises(KeyboardInterrupt):
         train(net, loader(*classes()), callback=fail)
     assert all(torch.equal(value, kept[0][name]) for name, value in net.state_dict().items())
+
+
+class Interrupted(Until):
+    """Ctrl-C in place of a batch."""
+
+    def __iter__(self):
+        for batch in self.batches:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield batch
+
+
+def test_an_interrupt_at_any_batch_leaves_the_end_of_an_epoch():
+    x, y = classes(24)
+    options = {"frequency": 1, "hyper_steps": 1, "early_stopping": False, "posterior": lp.Diagonal}
+
+    def weights(epochs, most=10**9):
+        net, batches = classifier(norm=True), Interrupted(list(zip(x.split(12), y.split(12), strict=True)), most)
+        if epochs:
+            try:
+                train(net, batches, epochs=epochs, **options)
+            except KeyboardInterrupt:
+                return snapshot(net), True
+        return snapshot(net), False
+
+    ends, number, stopped, found = [weights(epochs)[0] for epochs in range(3)], 0, True, []
+    while stopped:
+        own, stopped = weights(2, number)
+        (same,) = [k for k, end in enumerate(ends) if all(torch.equal(own[name], end[name]) for name in end)]
+        found.append(same)
+        number += 1
+    assert found == sorted(found) and {*found} == {0, 1, 2}
+    assert number > 2 * 4  # two epochs, of two batches that train and two of the curvature
