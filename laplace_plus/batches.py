@@ -320,7 +320,7 @@ def batch_size(inputs: Any) -> int:
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return leaf.shape[0]
+            return leaf.size(0)  # nested tensors have no shape
     what, fix = "A batch's inputs hold no tensor with a batch dimension.", "convert the inputs to tensors, and collate"
     raise DataError(what, expected="a tensor [B, ...], also in a tuple or mapping", got=describe(inputs), fix=fix)
 

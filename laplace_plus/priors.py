@@ -31,7 +31,8 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor, *, copy: bool = F
         return found
     try:
         with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later
-            if isinstance(value, Tensor) and value.is_complex():
+            given = torch.as_tensor(value)
+            if given.is_complex() or given.dtype == torch.bool:
                 raise TypeError
             found = torch.as_tensor(value, dtype=torch.float64) if found is None else found.clone()
             if found.ndim > 1:

@@ -19,6 +19,9 @@ from laplace_plus.network import Network
 Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
 """Exact generalised Gauss-Newton, its Monte-Carlo estimate, empirical Fisher, or the Hessian."""
 
+_MOST_SAMPLES = 100_000
+"""Sampled labels per example. Each takes as long as one output in the exact curvature, and no network has so many."""
+
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -30,14 +33,15 @@ class Backend(ABC):
 
     Args:
         kind: Which curvature.
-        n_samples: Number of sampled labels per example for ``"ggn_mc"``.
+        n_samples: Number of sampled labels per example for ``"ggn_mc"``, at most 100 000: the exact curvature takes one
+            pass for each output.
 
     Attributes:
         name: How the backend is called in errors.
         supported: The pairs of kind and structure name that it can do.
 
     Raises:
-        ConfigurationError: An unknown kind, or fewer than one sample.
+        ConfigurationError: An unknown kind, fewer than one sample, or more than 100 000.
     """
 
     name: ClassVar[str]
@@ -45,7 +49,7 @@ class Backend(ABC):
 
     def __init__(self, kind: Kind = "ggn", *, n_samples: int = 1):
         require_choice("curvature", kind, Kind)
-        require_count("n_samples", n_samples, 1)
+        require_count("n_samples", n_samples, 1, most=_MOST_SAMPLES)
         self.kind, self.n_samples = kind, n_samples
 
     @abstractmethod

@@ -153,8 +153,9 @@ def check_positive(**numbers: Any) -> None:
 def check_counts(**numbers: Any) -> None:
     """Raise :class:`ConfigurationError` unless each number is a positive integer."""
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a positive integer.", expected=f"{name} >= 1", got=repr(value))
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+            what, expected = f"{name} must be a positive integer.", f"1 <= {name} < 2**63"
+            raise ConfigurationError(what, expected=expected, got=repr(value))
 
 
 def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:

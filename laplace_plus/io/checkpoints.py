@@ -55,7 +55,7 @@ def taking_up() -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError("The checkpoint's values cannot be read.", got=repr(error)) from error
 
 

@@ -334,7 +334,8 @@ def _checked_noise(noise_std: float | Tensor) -> Tensor:
     what, expected = "The noise must be a standard deviation.", "a positive finite number, or [C] of them"
     refused = ConfigurationError(what, expected=expected, got=reprlib.repr(noise_std))
     try:
-        if isinstance(noise_std, Tensor) and noise_std.is_complex():
+        given = torch.as_tensor(noise_std)
+        if given.is_complex() or given.dtype == torch.bool:
             raise refused
         noise = torch.as_tensor(noise_std, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import require_free
 from laplace_plus.errors import ConfigurationError
 
 P = ParamSpec("P")
@@ -48,10 +49,10 @@ def require_generator(value: object) -> None:
         raise ConfigurationError("The generator is no torch.Generator.", expected=expected, got=repr(value))
 
 
-def require_count(name: str, value: int, least: int, fix: str | None = None) -> None:
-    """Raise :class:`ConfigurationError` unless a value is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        expected = f"an integer of at least {least}"
+def require_count(name: str, value: int, least: int, fix: str | None = None, *, most: int = 2**63 - 1) -> None:
+    """Raise :class:`ConfigurationError` unless a value is an integer of at least ``least``, and at most ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        expected = f"an integer of at least {least}, and at most {most:,}"
         raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value), fix=fix)
 
 
@@ -61,6 +62,13 @@ def require_tolerance(**tolerances: float | None) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < math.inf):
             raise ConfigurationError(f"{name} is out of range.", expected="a finite number ≥ 0", got=repr(value))
+
+
+def empty(like: Tensor, *shape: int) -> Tensor:
+    """An array with any content, or :class:`ConfigurationError` where it would not fit into free memory."""
+    size, what = math.prod(shape) * like.element_size(), f"An array of shape {list(shape)}"
+    require_free(size, what, like.device, "Lower the depth, the rank or the number of products.")
+    return like.new_empty(shape)
 
 
 def working_type(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, orthogonalize, vector_norm
-from laplace_plus.linalg.arguments import start_vectors, without_autocast
+from laplace_plus.linalg.arguments import empty, start_vectors, without_autocast
 from laplace_plus.linalg.krylov import (
     breakdown_limit,
     combine,
@@ -125,17 +125,8 @@ def bidiagonalize(
     matvecs = operator.matvecs
     outputs = [x.reshape((*shape, *x.shape[1:])) for x in found]
     left, right, small, residual, norm = attach(outputs, [start, *operator.tensors], pullback)
-    return Bidiagonalization(
-        left,
-        right,
-        small.diagonal(dim1=-2, dim2=-1),
-        small.diagonal(1, dim1=-2, dim2=-1),
-        residual,
-        norm.reciprocal(),
-        rank.reshape(shape),
-        matvecs,
-        converged,
-    )
+    entries = (small.diagonal(above, dim1=-2, dim2=-1) for above in (0, 1))
+    return Bidiagonalization(left, right, *entries, residual, 1 / norm, rank.reshape(shape), matvecs, converged)
 
 
 def _golub_kahan(
@@ -145,7 +136,7 @@ def _golub_kahan(
     batch, n = start.shape
     limit = breakdown_limit(tolerance, start.dtype)
     norm = vector_norm(start)
-    left, right = start.new_zeros(batch, depth, operator.m), start.new_zeros(batch, depth, n)
+    left, right = (empty(start, batch, depth, length).zero_() for length in (operator.m, n))
     small = start.new_zeros(batch, depth, depth + 1)
     residual, largest, adjointness = torch.zeros_like(start), torch.zeros_like(norm), torch.zeros_like(norm)
     active = torch.ones_like(norm, dtype=torch.bool)

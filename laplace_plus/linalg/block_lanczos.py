@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
 from laplace_plus.kernels import inner_products
-from laplace_plus.linalg.arguments import start_vectors, without_autocast
+from laplace_plus.linalg.arguments import empty, start_vectors, without_autocast
 from laplace_plus.linalg.krylov import breakdown_limit, krylov_pullback, product_length, require_symmetric, stacked
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_finite
 
@@ -83,9 +83,8 @@ def block_lanczos(
     """
     start = start_vectors(v, depth, dtype)
     if start.ndim != 2:
-        raise ConfigurationError(
-            "A block method needs a matrix of start vectors.", expected="[p, n]", got=str(tuple(start.shape))
-        )
+        what, got = "A block method needs a matrix of start vectors.", str(tuple(start.shape))
+        raise ConfigurationError(what, expected="[p, n]", got=got)
     operator = LinearMap(matvec, start.shape[1], symmetric=True, parameters=parameters, dtype=start.dtype)
     found, sizes, converged = _block_process(operator, start, depth, tolerance, check_symmetry)
     width, shrunk, start_is_constant = len(start), min(sizes) < len(start), not start.requires_grad
@@ -99,12 +98,10 @@ def block_lanczos(
             vectors, matrix = outputs[:2]
             matrix_ = torch.zeros_like(matrix) if cotangents[1] is None else cotangents[1]
             return None, *operator.parameter_pullback(vectors, (matrix_ + matrix_.T) / 2 @ vectors)
-        raise UnsupportedError(
-            "A block has shrunk, and only T has a derivative, in the operator alone.",
-            expected="a function of the matrix T, differentiated in the operator's tensors",
-            got="one of the start vectors, the residual or the vectors",
-            fix="Start from linearly independent vectors and take fewer steps, or detach the others.",
-        )
+        what, got = "A block has shrunk, and only T has a derivative, in the operator alone.", "one of the others"
+        expected = "a function of the matrix T, differentiated in the operator's tensors"
+        fix = "Start from linearly independent vectors and take fewer steps, or detach the others."
+        raise UnsupportedError(what, expected=expected, got=got, fix=fix)
 
     matvecs = operator.matvecs
     vectors, matrix, residual, factor = attach(found, [start, *operator.tensors], pullback)
@@ -117,7 +114,7 @@ def _block_process(
     n, outer, start = start.shape[-1], start.dtype, stacked(start)
     limit = breakdown_limit(tolerance, start.dtype)
     require_finite("Block Lanczos' process", start)
-    basis = start.new_empty(min(depth * min(start.shape), n), n)
+    basis = empty(start, min(depth * min(start.shape), n), n)
     block, factor = _orthonormal(basis[:0], start, limit, None)
     if not block.shape[0]:
         raise OperatorError("All start vectors are zero.", expected="a vector of positive norm", got="none")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
+from laplace_plus.linalg.arguments import empty, require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, attach_one, require_finite
 from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.results import Estimate, standard_error
@@ -79,9 +79,8 @@ class Estimator(ABC):
         ConfigurationError for a bad tolerance or cap, or too few products; NonFiniteError for NaN in a product.
         """
         operator, n = self.operator, self.operator.n
-        require_count(
-            "matvecs", matvecs, min(self.fewest, n), f"{name} needs {self.fewest}, or n for the exact result."
-        )
+        fix = f"{name} needs {self.fewest}, or n for the exact result."
+        require_count("matvecs", matvecs, min(self.fewest, n), fix)
         require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
         cap = 20 * matvecs if cap is None else cap
         require_count("cap", cap, matvecs)
@@ -96,23 +95,17 @@ class Estimator(ABC):
             ended = met or rest < matvecs
             # n products are exact: spend them once another batch costs as much, and before the cap forbids it
             exact = not ended and n <= rest and (operator.matvecs + matvecs >= n or rest < n + matvecs)
-        probes, frame = len(self.probes), self.frame
         if exact:
-            identity = torch.eye(n, dtype=self.wide, device=self.device)
+            identity = torch.eye(n, out=empty(self.probes, n, n))
             value = self.sample(identity, self.multiply(identity)).sum(0)
-            sem, met, probes, frame = (
-                torch.zeros_like(value),
-                True,
-                0,
-                lambda cotangent: (identity, identity * cotangent),
-            )
+            sem, met = torch.zeros_like(value), True
 
         def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-            return operator.parameter_pullback(*frame(cotangent))
+            return operator.parameter_pullback(*((identity, identity * cotangent) if exact else self.frame(cotangent)))
 
         spent = operator.matvecs
         differentiable = attach_one(value.to(self.wide), operator.tensors, pullback)
-        return Estimate(differentiable, sem.to(self.wide), spent, met, probes=probes)
+        return Estimate(differentiable, sem.to(self.wide), spent, met, probes=0 if exact else len(self.probes))
 
 
 class Hutchinson(Estimator):

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, orthogonalize, three_term_update, vector_norm
-from laplace_plus.linalg.arguments import require_tolerance, working_type
+from laplace_plus.linalg.arguments import empty, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
 from laplace_plus.linalg.results import agreement
 
@@ -116,15 +116,15 @@ class KrylovSpace:
         """Continue to the given depth, at most n, with one synchronisation with the device at the end.
 
         OperatorError for a start vector of zero, or an operator that is not symmetric; NonFiniteError for NaN or
-        infinity.
+        infinity; ConfigurationError for a basis that does not fit into memory.
         """
         self.requested = depth = min(depth, self.operator.n)
         if self.complete or depth <= self.depth:
             return
         done = self._basis.shape[1]
-        self._hessenberg = hessenberg = pad(self._hessenberg, (0, depth - done, 0, depth - done))
-        basis = self._basis.new_empty(len(self._basis), depth, self.operator.n)
+        basis = empty(self._basis, len(self._basis), depth, self.operator.n)
         basis[:, :done], self._basis = self._basis, basis
+        self._hessenberg = hessenberg = pad(self._hessenberg, (0, depth - done, 0, depth - done))
         for k in range(done, depth):
             if k:
                 hessenberg[:, k, k - 1] = self._size
@@ -200,7 +200,7 @@ def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
     if bool((asymmetry > limit * size).any()):
         relative = float((asymmetry / size).max())
         what, got = "The operator is not symmetric.", f"a relative difference of {relative:.1e} on its Krylov space"
-        fix = "Symmetrise it, use arnoldi, or pass check_symmetry=False if this is rounding in the operator."
+        fix = "Symmetrise it, use arnoldi or arnoldi_function, or give lanczos check_symmetry=False if it is rounding."
         raise OperatorError(what, expected=f"uᵀAv = vᵀAu to a relative {limit:.0e}", got=got, fix=fix)
 
 

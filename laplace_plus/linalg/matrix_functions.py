@@ -183,7 +183,6 @@ def _evaluate(
     them. ``pullback`` takes the spaces, the start vectors, the coordinates and a cotangent ``[batch, ...]``, and gives
     the gradients in v and in A's tensors.
     """
-    require_count("depth", depth, 1)
     require_count("cap", cap, 1)
     require_tolerance(tolerance=tolerance)
     require_choice("gradient", gradient, KrylovGradient)

@@ -21,6 +21,7 @@ from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import inner, orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import (
+    empty,
     require_choice,
     require_count,
     require_tolerance,
@@ -311,7 +312,7 @@ class _ThickRestart:
 
     def _solve_whole(self) -> None:
         """Find the pairs from products with all unit vectors at once, as many as an iteration would take."""
-        matrix = self._product(torch.eye(len(self.start), dtype=self.start.dtype, device=self.start.device))
+        matrix = self._product(torch.eye(len(self.start), out=empty(self.start, len(self.start), len(self.start))))
         lengths = product_length(matrix)
         require_finite("The search for eigenpairs", lengths)
         self.norm = float(lengths.max())
@@ -336,7 +337,7 @@ class _ThickRestart:
         known, n = self.vectors.shape
         free = n - known
         k, size = min(k, free), min(self._subspace, free)
-        basis = start.new_zeros(known + size, n)
+        basis = empty(start, known + size, n).zero_()
         basis[:known] = self.vectors
         # Q A Qᵀ: on and above the diagonal from products, below it as it follows from symmetry.
         matrix = start.new_zeros(size + 1, size)

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.linalg.arguments import (
+    empty,
     require_choice,
     require_count,
     require_tolerance,
@@ -183,8 +184,9 @@ def slq_trace(
     dtype, device = number_type(matvec, dtype, device)
     wide, parameters = working_type(dtype), None if parameters is None else tuple(parameters)
     dense = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
+    like = torch.empty(0, dtype=dtype, device=device)
     if probes * depth >= n:
-        return _exact(dense, f, torch.eye(n, dtype=dtype, device=device), 0)
+        return _exact(dense, f, like, 0)
 
     def small(error: Tensor, value: Tensor) -> bool:
         assert tolerance is not None
@@ -199,7 +201,7 @@ def slq_trace(
         target = min(probes * (len(samples) // probes + 1), wanted)
         count = min(batch or probes, target - len(samples))
         if tolerance is not None and matvecs + count * depth >= n and n <= cap * depth_cap:
-            return _exact(dense, f, torch.eye(n, dtype=dtype, device=device), matvecs)
+            return _exact(dense, f, like, matvecs)
         drawn = draw_probes(distribution, count, n, generator=generator, dtype=dtype, device=device)
         space = SpectralSpace(matvec, drawn, parameters=parameters)
         new, change = space.grow(
@@ -229,9 +231,9 @@ def slq_trace(
     return Estimate(value, sem.to(wide), matvecs, met, count, deepest)
 
 
-def _exact(operator: LinearMap, f: SpectralFunction, identity: Tensor, spent: int) -> Estimate:
-    """The trace from the eigendecomposition of the dense matrix."""
-    wide = working_type(identity.dtype)
+def _exact(operator: LinearMap, f: SpectralFunction, like: Tensor, spent: int) -> Estimate:
+    """The trace from the eigendecomposition of the dense matrix, from products with vectors like the given one."""
+    identity, wide = torch.eye(operator.n, out=empty(like, operator.n, operator.n)), working_type(like.dtype)
     matrix = operator(identity).double()
     require_finite("The operator", matrix)
     require_symmetric(matrix, identity.dtype)

@@ -105,7 +105,7 @@ def option_config(value: Any, known: Mapping[str, type[Any]]) -> dict[str, Any]:
 def check_positive(value: float | Tensor, name: str) -> Tensor:
     """A positive number as a tensor; :class:`ConfigurationError` for anything else."""
     tensor = as_hyperparameter(value, copy=True)
-    if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
+    if tensor.ndim or not 0 < float(tensor.detach()) < torch.inf:
         raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
     return tensor
 

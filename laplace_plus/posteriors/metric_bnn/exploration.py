@@ -20,6 +20,7 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.io.checkpoints import Checkpoint
+from laplace_plus.linalg.arguments import require_count
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.resuming import stage_generator
 
@@ -31,6 +32,9 @@ _MANY = 10_000
 
 _MINIBATCH = 1024
 """Examples in such a minibatch."""
+
+_MOST_REFINEMENTS = 1_000_000
+"""Gradient steps after each step of drift. Each is a pass over the data or a minibatch; more are a mistake."""
 
 _BLOCKS = 20
 """A trajectory is written to a checkpoint in about so many blocks: an interruption loses 5 % of it."""
@@ -59,10 +63,8 @@ class Walk:
 
     def __post_init__(self) -> None:
         check_counts(n_particles=self.n_particles, n_steps=self.n_steps, store_every=self.store_every)
-        check_counts(
-            n_refinements=1 if self.n_refinements == 0 else self.n_refinements,
-            minibatch=1 if self.minibatch in ("auto", None) else self.minibatch,
-        )
+        check_counts(minibatch=1 if self.minibatch in ("auto", None) else self.minibatch)
+        require_count("n_refinements", self.n_refinements, 0, most=_MOST_REFINEMENTS)
         if self.n_steps % self.store_every:
             what, got = "store_every must divide n_steps, so that the last step is stored.", repr(self.store_every)
             raise ConfigurationError(what, expected=f"store_every that divides n_steps={self.n_steps}", got=got)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.evidence.tuning import check_positive
 from laplace_plus.io.checkpoints import Checkpoint, packed, taking_up, unpacked
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.posteriors.metric_bnn.latent_model import (
@@ -117,6 +118,7 @@ class Latents:
         """Restore what :meth:`state` returned."""
         check_forms(tensors, {"start": "k", "ends": "nk", "history": "et"}, k=options.dimension)
         numbers = {name: value for name, value in header.items() if name != "scale"}
+        check_positive(scale=header["scale"] if isinstance(header["scale"], float) else None)
         coordinates = Coordinates(tensors.get("weights"), header["scale"], header["kept"])
         model = Autoencoder(header["rank"], options.dimension, options.hidden).to(tensors["start"])
         model.load_state_dict(with_prefix(tensors, "model."))

@@ -19,7 +19,7 @@ from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedE
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
+from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod, Projector
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
@@ -103,10 +103,11 @@ def project_noise(
             projector = projector or method.prepare(whole, rows.by_batch)
             noise = normal_like(kept["kernel"][part], stage_generator(seed, start))
             split = projector.project(noise, progress=progress)
-            in_range = noise.sub_(split.value)
+            value = split.value if projector.rank is not None else _really_free(split.value, projector)
+            in_range = noise.sub_(value)
             tensors = {name: getattr(split, name) for name in ("residual", "iterations", "converged")}
             tensors["squares"] = kernels.vector_norm(in_range).double().square()
-            tensors |= zip(names, (split.value, in_range), strict=False)
+            tensors |= zip(names, (value, in_range), strict=False)
             known = {"rank": projector.rank}, tensors
             checkpoint.write(f"noise-{start}", *known)
         rank, tensors = known[0]["rank"], known[1]
@@ -118,6 +119,19 @@ def project_noise(
     dimension = range_dimension(kept["kernel"], found["squares"], rank, converged=bool(converged.all()))
     report = NoiseReport(found["residual"], found["iterations"], converged, dimension, rows.n_ignored)
     return ProjectedNoise(kept["kernel"], kept.get("image", kept["kernel"][:0]), report)
+
+
+def _really_free(vectors: Tensor, projector: Projector) -> Tensor:
+    """Projected noise ``[k, P]``, zero where it consists of what an iterative projector has left in the range.
+
+    That may be much where rows are ill-conditioned, but another projection, whose tolerance is relative to the vector,
+    shortens it. In a null space of any dimension the mean square of projected noise is at least one in expectation.
+    """
+    lengths = kernels.vector_norm(vectors)
+    if not 0 < float(lengths.square().mean()) < 0.25:  # noqa: PLR2004
+        return vectors
+    again = kernels.vector_norm(projector.project(vectors).value)
+    return torch.where((again < lengths / 2)[:, None], 0.0, vectors)
 
 
 def normal_like(vectors: Tensor, source: torch.Generator) -> Tensor:

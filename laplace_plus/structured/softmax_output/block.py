@@ -143,6 +143,10 @@ class SoftmaxOutputBlock(Block):
         return weights[0] * (scales * (outputs - mean).square()).sum((1, 2))
 
     @override
+    def is_zero(self) -> bool:
+        return not all(bool(tensor.any()) for name, tensor in self.tensors().items() if name != "coupled")
+
+    @override
     def tensors(self) -> dict[str, Tensor]:
         if self._dense is not None:
             return self._dense.tensors()
