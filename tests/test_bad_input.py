@@ -106,7 +106,7 @@ def test_two_masks_for_one_parameter_are_refused():
 # -- arguments of the wrong kind ---------------------------------------------------------------------------------------
 
 
-NOT_NUMBERS = ["a", None, ["a", "b"], {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]], [[1.0]], 10**400]
+NOT_NUMBERS = ["a", None, ["a"], {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]], [[1.0]], 10**400, True]
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS)
@@ -296,7 +296,8 @@ NOT_DENSE = {
 def test_inputs_that_are_no_dense_tensors_are_refused(kind, fitted):
     x, y = batch()
     odd = NOT_DENSE[kind](x)
-    calls = [lambda: fitted.predictive(odd), lambda: fitted.functional_posterior(odd)]
+    members = lp.ABNN(normalised(), "classification", epochs=0).fit([(x, y)])
+    calls = [lambda: fitted.predictive(odd), lambda: fitted.functional_posterior(odd), lambda: members.predictive(odd)]
     for cls in (lp.KFAC, lp.Full, lp.Diagonal, lp.LowRank, lp.SampledLaplace, lp.MetricBNN, lp.NullSpace):
         calls.append(lambda cls=cls: cls(perceptron(), "classification").fit([(odd, y)]))
         calls.append(lambda cls=cls: cls(Mixed(), "classification").fit([((x, odd), y)]))
@@ -334,6 +335,12 @@ def surface():
     return lp.geometry.LossLandscape(perceptron(), "classification", [batch()])
 
 
+def never(vectors):
+    raise AssertionError("The operator was called.")
+
+
+MILLION = torch.ones(10**6)
+
 TOO_LARGE = {
     "draws": lambda fitted: fitted.sample(TRILLION),
     "samples of outputs": lambda fitted: fitted.predictive(batch()[0], link="mc", n_samples=TRILLION),
@@ -365,6 +372,20 @@ TOO_LARGE = {
     "random vectors": lambda _: lp.linalg.draw_probes("signs", TRILLION, 3),
     "order": lambda _: lp.linalg.phi(TRILLION)(torch.eye(3)),
     "bins": lambda _: lp.metrics.expected_calibration_error(torch.full((3, 3), 1 / 3), torch.arange(3), TRILLION),
+    "lanczos": lambda _: linalg.lanczos(never, MILLION, 10**6),
+    "arnoldi": lambda _: linalg.arnoldi(never, MILLION, 10**6),
+    "matrix_function": lambda _: linalg.matrix_function(never, torch.exp, MILLION, depth=10**6),
+    "arnoldi_function": lambda _: linalg.arnoldi_function(never, torch.matrix_exp, MILLION, depth=10**6),
+    "bidiagonalize": lambda _: linalg.bidiagonalize(never, MILLION, 10**6),
+    "block_lanczos": lambda _: linalg.block_lanczos(never, torch.ones(2, 10**6), 10**6),
+    "depth of slq": lambda _: linalg.slq_logdet(never, 10**7, probes=2, depth=4 * 10**6),
+    "slq as exact": lambda _: linalg.slq_logdet(never, 10**6, depth=TRILLION),
+    "exact trace": lambda _: linalg.trace(never, 10**9, matvecs=10**9, dtype=torch.float32),
+    "exact diagonal": lambda _: linalg.diagonal(never, 10**9, matvecs=10**9, dtype=torch.float32),
+    "eigsh": lambda _: linalg.eigsh(lambda v: v, 10**6, 4 * 10**5),
+    "eigsh of all": lambda _: linalg.eigsh(lambda v: v, 10**6, 5 * 10**5),
+    "svds": lambda _: linalg.svds(lambda v: v, 10**6, 4 * 10**5, rmatvec=lambda v: v),
+    "identity": lambda _: linalg.Identity(10**7).dense(),
     "LowRank": lambda _: lp.LowRank(nn.Linear(1000, 5000, bias=False), "classification", rank=TRILLION),
 }
 
@@ -419,6 +440,10 @@ REFUSED = {
     ),
     "loss": lambda fitted: lp.Validation([batch()], loss="accuracy"),
     "temperatures": lambda fitted: fitted.log_marginal_likelihood(temperature=torch.ones(2)),
+    "sampled labels": lambda fitted: lp.Native("ggn_mc", n_samples=TRILLION),
+    "refinements": lambda fitted: lp.MetricBNN(perceptron(), "classification", n_refinements=TRILLION),
+    "chunk": lambda fitted: lp.Riemannian(perceptron(), "classification", chunk_size=10**30),
+    "temperature with an axis": lambda fitted: lp.KFAC(perceptron(), "classification", temperature=[2.0]),
     "negative temperature": lambda fitted: fitted.log_marginal_likelihood(temperature=-1.0),
     "optimizer": lambda fitted: lp.train_marginal_likelihood(perceptron(), [batch()], epochs=1, optimizer="adam"),
     "count of probes": lambda fitted: linalg.draw_probes("gaussian", -1, 3),

@@ -230,6 +230,20 @@ def test_data_without_any_target_are_refused(posterior_class):
         posterior_class(Auxiliary("output"), "classification").fit([(x, torch.full_like(y, -100))])
 
 
+@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal, lp.Subnetwork])
+def test_a_last_layer_without_any_target_is_refused(cls):
+    x, y = classes()
+    posterior = (
+        cls(perceptron(), "classification", "2.*", "Full")
+        if cls is lp.Subnetwork
+        else cls(perceptron(), "classification", parameters="last_layer")
+    )
+    with pytest.raises(SelectionError, match="curvature of all selected parameters is zero.*ignored targets"):
+        posterior.fit([(x, torch.full_like(y, -100))])
+    half = torch.where(torch.arange(len(y)) % 2 == 0, -100, y)
+    assert posterior.fit([(x, torch.full_like(y, -100)), (x, half)]).is_fitted
+
+
 def perceptron(*last):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), *last).double()

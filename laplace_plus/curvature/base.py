@@ -20,7 +20,7 @@ Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
 """Exact generalised Gauss-Newton, its Monte-Carlo estimate, empirical Fisher, or the Hessian."""
 
 _MOST_SAMPLES = 100_000
-"""Sampled labels per example. Each takes as long as one output in the exact curvature, and no network has so many."""
+"""The exact curvature takes as long as one sampled label for each output, and no network has so many."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -33,8 +33,7 @@ class Backend(ABC):
 
     Args:
         kind: Which curvature.
-        n_samples: Number of sampled labels per example for ``"ggn_mc"``, at most 100 000: the exact curvature takes one
-            pass for each output.
+        n_samples: Number of sampled labels per example for ``"ggn_mc"``; at most 100 000.
 
     Attributes:
         name: How the backend is called in errors.

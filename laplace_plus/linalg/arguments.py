@@ -52,7 +52,8 @@ def require_generator(value: object) -> None:
 def require_count(name: str, value: int, least: int, fix: str | None = None, *, most: int = 2**63 - 1) -> None:
     """Raise :class:`ConfigurationError` unless a value is an integer of at least ``least``, and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        expected = f"an integer of at least {least}, and at most {most:,}"
+        over = isinstance(value, int) and value > most
+        expected = f"an integer of at most {most:,}" if over else f"an integer of at least {least}"
         raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value), fix=fix)
 
 

@@ -292,3 +292,9 @@ class TestBadFunctions:
             bilinear(lambda x: x, torch.exp, v, depth=0)
         with pytest.raises(ConfigurationError):
             bilinear(lambda x: x, torch.exp, v, gradient="exact")
+
+
+def test_operators_that_are_not_symmetric_are_told_of_the_function_for_them():
+    matrix = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
+    with pytest.raises(OperatorError, match="arnoldi_function"):
+        matrix_function(lambda v: v @ matrix.T, torch.exp, torch.tensor([1.0, 0.5]))

@@ -58,6 +58,8 @@ CASES = {
     "names of a block": ("KFAC", put("state.blocks.0.names", ["0.weight", "?"]), "of other parameters"),
     "no names": ("Full", put("state.blocks.0.names", []), "of other parameters"),
     "scale": ("KFAC", put("state.covariance_scale", -1.0), "covariance_scale"),
+    "scale of latents": ("MetricBNN", put("state.latent.scale", 10**30), "scale must be a positive number"),
+    "chunk": ("MetricBNN", put("options.chunk_size", 10**30), "chunk_size must be a positive integer"),
     "output axis": ("KFAC", put("likelihood.output_axis", "1"), "is damaged"),
     "number of parts": ("KFAC", put("likelihood", {"name": "gaussian", "noise_std": [1.0, 2.0]}), "number of parts"),
     "complex": ("Full", lambda h, t: t.update({"vector": t["vector"].to(torch.complex64)}), "complex"),

@@ -21,7 +21,7 @@ from laplace_plus.linalg.null_space import (
     LSMRProjection,
     SVDProjection,
 )
-from laplace_plus.posteriors.projection.noise import project_noise
+from laplace_plus.posteriors.projection.noise import project_noise, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows
 from laplace_plus.testing import PosteriorConformance
 
@@ -417,3 +417,47 @@ def test_a_null_space_that_is_not_there_is_not_found(dtype):
     x, y = torch.randn(60, 3).to(dtype), torch.randn(60, 2).to(dtype)
     with pytest.raises(UnsupportedError, match="no direction free"):
         lp.NullSpace(model, "regression", projector="lsmr", n_samples=2).fit([(x, y)])
+
+
+def test_what_a_projector_leaves_in_the_range_is_no_null_space():
+    """Lengths of the squares that a null space of one dimension has with a probability below 1 % are none."""
+    left = 0.3 * torch.nn.functional.normalize(torch.randn(10, 27, generator=torch.Generator().manual_seed(0)))
+    squares = torch.full((10,), 27.0)
+    with pytest.raises(UnsupportedError, match="no direction free"):
+        range_dimension(left, squares)
+    assert range_dimension(left, squares, rank=26).value == 26  # as a decomposition knows
+    lines = torch.randn(2000, 10, generator=torch.Generator().manual_seed(0))
+    refused = 0
+    for line in lines:
+        try:
+            range_dimension(line[:, None] * torch.eye(27)[0], squares)
+        except UnsupportedError:
+            refused += 1
+    assert abs(refused / 2000 - 0.01) < 4 * (0.01 * 0.99 / 2000) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+def test_sweeps_in_single_precision_find_no_null_space_that_is_not_there():
+    """Gram matrices of batches leave singular values below a thousandth of the largest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
+    x, y = torch.randn(60, 2), torch.randn(60, 2)
+    posterior = lp.NullSpace(model, lp.Gaussian(0.1), projector="alternating", n_samples=8)
+    with pytest.raises(UnsupportedError, match="no direction free"):
+        posterior.fit([(x[:30], y[:30]), (x[30:], y[30:])], generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("projector", ["svd", "lsmr", "alternating", "auto"])
+def test_a_null_space_of_one_dimension_is_found(projector, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False).to(dtype)
+    x = torch.eye(4, dtype=dtype)[:3] + 0.1 * torch.randn(3, 4, dtype=dtype)
+    data = [(x[:2], torch.zeros(2, 1, dtype=dtype)), (x[2:], torch.zeros(1, 1, dtype=dtype))]
+    posterior = lp.NullSpace(model, "regression", projector=projector, n_samples=30)
+    posterior.fit(data, generator=torch.Generator().manual_seed(0))
+    (free,) = torch.linalg.svd(x)[2][3:]
+    along = posterior.noise.null_space @ free
+    torch.testing.assert_close(posterior.noise.null_space, along[:, None] * free, rtol=0, atol=1e-4)
+    assert 0.3 < float(along.square().mean()) < 2.2  # of 30 squares of normal numbers

@@ -33,9 +33,6 @@ _MANY = 10_000
 _MINIBATCH = 1024
 """Examples in such a minibatch."""
 
-_MOST_REFINEMENTS = 1_000_000
-"""Gradient steps after each step of drift. Each is a pass over the data or a minibatch; more are a mistake."""
-
 _BLOCKS = 20
 """A trajectory is written to a checkpoint in about so many blocks: an interruption loses 5 % of it."""
 
@@ -64,7 +61,7 @@ class Walk:
     def __post_init__(self) -> None:
         check_counts(n_particles=self.n_particles, n_steps=self.n_steps, store_every=self.store_every)
         check_counts(minibatch=1 if self.minibatch in ("auto", None) else self.minibatch)
-        require_count("n_refinements", self.n_refinements, 0, most=_MOST_REFINEMENTS)
+        require_count("n_refinements", self.n_refinements, 0, most=1_000_000)
         if self.n_steps % self.store_every:
             what, got = "store_every must divide n_steps, so that the last step is stored.", repr(self.store_every)
             raise ConfigurationError(what, expected=f"store_every that divides n_steps={self.n_steps}", got=got)
@@ -230,13 +227,10 @@ class _Refinement:
             position = position - rates[:, None] * gradient
             norms.append(norm)
         if not bool(torch.isfinite(position).all()):
-            raise NonFiniteError(
-                f"A particle diverged at step {step + 1} of {self._walk.n_steps}.",
-                expected="a loss whose refinement converges along the whole trajectory",
-                got="NaN or infinity",
-                fix=f"Use a smaller learning_rate (now {rate:.2g}) or a smaller step_size "
-                f"(now {self._walk.step_size:.2g}).",
-            )
+            what, got = f"A particle diverged at step {step + 1} of {self._walk.n_steps}.", "NaN or infinity"
+            expected = "a loss whose refinement converges along the whole trajectory"
+            fix = f"Use a smaller learning_rate (now {rate:.2g}) or step_size (now {self._walk.step_size:.2g})."
+            raise NonFiniteError(what, expected=expected, got=got, fix=fix)
         if self._examples is not None or len(norms) < 2:  # noqa: PLR2004
             return position, rates, torch.full((len(position),), float("nan"), dtype=torch.float64)
         return position, rates, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()

@@ -102,7 +102,7 @@ class MetricBNN(ResumableFit):
         n_particles: N.
         n_steps: T.
         step_size: α.
-        n_refinements: M.
+        n_refinements: M, at most 1 000 000.
         learning_rate: η of the refinement, on the mean loss. It must be below ``2 / λ_max``, with λ_max the largest
             curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, the largest safe rate, and less where the loss
             is steeper away from the trained weights (:class:`~.exploration.Walk`). The paper's 1e-3 is often so small

@@ -19,7 +19,7 @@ from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedE
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod, Projector
+from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
@@ -103,11 +103,10 @@ def project_noise(
             projector = projector or method.prepare(whole, rows.by_batch)
             noise = normal_like(kept["kernel"][part], stage_generator(seed, start))
             split = projector.project(noise, progress=progress)
-            value = split.value if projector.rank is not None else _really_free(split.value, projector)
-            in_range = noise.sub_(value)
+            in_range = noise.sub_(split.value)
             tensors = {name: getattr(split, name) for name in ("residual", "iterations", "converged")}
             tensors["squares"] = kernels.vector_norm(in_range).double().square()
-            tensors |= zip(names, (value, in_range), strict=False)
+            tensors |= zip(names, (split.value, in_range), strict=False)
             known = {"rank": projector.rank}, tensors
             checkpoint.write(f"noise-{start}", *known)
         rank, tensors = known[0]["rank"], known[1]
@@ -119,19 +118,6 @@ def project_noise(
     dimension = range_dimension(kept["kernel"], found["squares"], rank, converged=bool(converged.all()))
     report = NoiseReport(found["residual"], found["iterations"], converged, dimension, rows.n_ignored)
     return ProjectedNoise(kept["kernel"], kept.get("image", kept["kernel"][:0]), report)
-
-
-def _really_free(vectors: Tensor, projector: Projector) -> Tensor:
-    """Projected noise ``[k, P]``, zero where it consists of what an iterative projector has left in the range.
-
-    That may be much where rows are ill-conditioned, but another projection, whose tolerance is relative to the vector,
-    shortens it. In a null space of any dimension the mean square of projected noise is at least one in expectation.
-    """
-    lengths = kernels.vector_norm(vectors)
-    if not 0 < float(lengths.square().mean()) < 0.25:  # noqa: PLR2004
-        return vectors
-    again = kernels.vector_norm(projector.project(vectors).value)
-    return torch.where((again < lengths / 2)[:, None], 0.0, vectors)
 
 
 def normal_like(vectors: Tensor, source: torch.Generator) -> Tensor:
@@ -146,8 +132,12 @@ def range_dimension(
     total, lengths = null_space.shape[1], kernels.vector_norm(null_space)
     if not bool(torch.isfinite(lengths).all()):
         raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
-    # An iterative projector leaves as much as its tolerance and the condition number allow.
-    if rank == total or bool((lengths <= torch.finfo(null_space.dtype).eps ** 0.5 * total**0.5).all()):
+    # An iterative projector leaves as much in the range as its tolerance and the rows' condition allow: more than
+    # rounding. In a null space of d dimensions each squared length has a χ² distribution with d degrees of freedom, so
+    # that one in a hundred of d = 1 is taken for none, and hardly any of more.
+    each = torch.stack([torch.ones_like(lengths), lengths.square()]).double()
+    share = torch.special.gammainc(*each.sum(1) / 2)
+    if rank == total or (rank is None and bool(share < 0.01)):  # noqa: PLR2004
         what = "The training data leave no direction free: there are as many independent rows as parameters."
         fix = 'Use rows="loss", which has one row for each example, fewer data, or another posterior.'
         raise UnsupportedError(what, expected=f"fewer than {total:,} independent rows", got=f"rank {total:,}", fix=fix)
