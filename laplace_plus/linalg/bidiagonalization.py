@@ -125,8 +125,8 @@ def bidiagonalize(
     matvecs = operator.matvecs
     outputs = [x.reshape((*shape, *x.shape[1:])) for x in found]
     left, right, small, residual, norm = attach(outputs, [start, *operator.tensors], pullback)
-    entries = (small.diagonal(above, dim1=-2, dim2=-1) for above in (0, 1))
-    return Bidiagonalization(left, right, *entries, residual, 1 / norm, rank.reshape(shape), matvecs, converged)
+    diagonal, above = small.diagonal(dim1=-2, dim2=-1), small.diagonal(1, dim1=-2, dim2=-1)
+    return Bidiagonalization(left, right, diagonal, above, residual, 1 / norm, rank.reshape(shape), matvecs, converged)
 
 
 def _golub_kahan(
