@@ -72,7 +72,7 @@ class KeptPasses:
             own["fit before"] = [before.n_data, io.digest(before.statistics), *parts]
         own["processes"] = None if group is None else group.size
         folder = Path(folder) if group is None or group.rank == 0 else Path(folder) / f"rank-{group.rank}"
-        self._checkpoint = Checkpoint(folder, own)
+        self._own, self._checkpoint = own, Checkpoint(folder, own)
         self.generator = torch.Generator().manual_seed(draw_seed(None)) if generator is None else generator
 
     def curvature(
@@ -105,7 +105,9 @@ class KeptPasses:
             self.generator.set_state(tensors["random"].cpu())
             take(FitSums(curvature, tensors["statistics"].cpu(), int(header["n_data"]), int(header["n_outputs"])))
 
-        return kept(self._checkpoint, "curvature", batches, save, restore, self._device)
+        yield from kept(self._checkpoint, "curvature", batches, save, restore, self._device)
+        # A first pass may go on to more data, for which nothing that came after it holds.
+        self._checkpoint = Checkpoint(self._checkpoint.folder, {**self._own, "number of data": now().n_data})
 
     def eigenvalues(self, batches: Iterable[Batch], sums: list[Tensor]) -> Iterator[Batch]:
         """The second pass, which adds to tensors in place."""

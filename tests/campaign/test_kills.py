@@ -21,11 +21,25 @@ from typing import Any
 
 import pytest
 import torch
-from campaign.cases import CLASSES, DATA, Tally, answer, calibrated, fitted, network, network_of, same, seeded
+from campaign.cases import (
+    CLASSES,
+    DATA,
+    FITS,
+    RESUMED,
+    Tally,
+    answer,
+    calibrated,
+    fitted,
+    network,
+    network_of,
+    same,
+    seeded,
+)
 from torch import Tensor
 
 import laplace_plus as lp
 from laplace_plus import io
+from laplace_plus.errors import CheckpointError
 from laplace_plus.io import checkpoints
 
 pytestmark = [
@@ -157,28 +171,34 @@ BATCHES = [pair for x, y in DATA for pair in zip(x.split(4), y.split(4), strict=
 """The same data in more batches, each of which is saved."""
 
 
+def figures(posterior: Any) -> Tensor:
+    """Predictions, the log evidence, for which all statistics of the fit are needed, and the number of data."""
+    parts = [answer(posterior), posterior.log_marginal_likelihood(), torch.tensor(float(posterior.n_data))]
+    return torch.cat([part.flatten().double() for part in parts])
+
+
 def one_pass(path: Path | None) -> Tensor:
-    posterior = lp.KFAC(network(), "classification", backend=lp.curvature.Native(kind="ggn_mc"))
-    return answer(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
+    posterior = lp.KFAC(network(), "classification", backend=lp.Native("ggn_mc"))
+    return figures(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
 
 
 def two_passes(path: Path | None) -> Tensor:
-    posterior = lp.KFAC(network(), "classification", eigenvalue_corrected=True)
-    return answer(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
+    posterior = lp.KFAC(network(), "classification", eigenvalue_corrected=True, backend=lp.Native("ggn_mc"))
+    return figures(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
 
 
 def dense(path: Path | None) -> Tensor:
-    return answer(lp.Full(network(), "classification").fit(BATCHES, checkpoint=path))
+    return figures(lp.Full(network(), "classification").fit(BATCHES, checkpoint=path))
 
 
 def updating(path: Path | None) -> Tensor:
     posterior = lp.KFAC(network(), "classification", eigenvalue_corrected=True).fit(DATA[:1])
-    return answer(posterior.update(BATCHES, checkpoint=path))
+    return figures(posterior.update(BATCHES, checkpoint=path))
 
 
 def eigenpairs(path: Path | None) -> Tensor:
     posterior = lp.LowRank(network(), "classification", rank=2, max_restarts=1, tolerance=0.9, remainder_probes=1)
-    return answer(posterior.fit(DATA, generator=seeded(), checkpoint=path))
+    return figures(posterior.fit(DATA, generator=seeded(), checkpoint=path))
 
 
 def leaving_out(path: Path | None) -> Tensor:
@@ -240,7 +260,7 @@ def members(path: Path | None) -> Tensor:
 
 def chosen_weights(path: Path | None) -> Tensor:
     posterior = lp.Subnetwork(network(), "classification", lp.LargestVariance(6))
-    return answer(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
+    return figures(posterior.fit(BATCHES, generator=seeded(), checkpoint=path))
 
 
 def conjugate_gradients(path: Path | None) -> Tensor:
@@ -389,6 +409,74 @@ def test_work(work: Callable[[Path | None], Tensor], tmp_path: Path) -> None:
     outcome = continued(work, path, expected, whole, len(whole))
     found.note(work.__name__, f"{times} times in a row, {done} written", outcome if not killed else "NO PROGRESS")
     found.report(f"kills of {work.__name__}", 25)
+
+
+# -- work that is not the one that was interrupted ---------------------------------------------------------------------
+
+OTHER_NETWORKS = {"other weights": network(1), "another width": network(0, 5)}
+OTHER_DATA = {
+    "other inputs": [(x + 0.1, y) for x, y in DATA],
+    "other labels": [(x, (y + 1) % 3) for x, y in DATA],
+    "another order": DATA[::-1],
+    "fewer data": DATA[:1],
+    "more data": [*DATA, DATA[0]],
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_other_work(name: str, tmp_path: Path) -> None:
+    """What a killed process left is refused to another network, and, by fits, to other data and another order.
+
+    Some go on by right: data that begin with those that were seen, to their own result; and to the first one's result
+    training, whose state has the weights, and solvers, which add up all data in any order.
+    """
+    found, path, expected = Tally(), tmp_path / "work" / "it", answer(RESUMED[name](network(), None))
+
+    def action(log: int, number: int) -> None:
+        die_at(number, path.parent, log)
+        RESUMED[name](network(), path)
+
+    def stop(share: float) -> bool:
+        """Whether a process that dies so far leaves a stage."""
+        shutil.rmtree(path.parent, ignore_errors=True)
+        path.parent.mkdir()
+        assert in_child(lambda log: action(log, round(share * operations)))[1]
+        return any(not file.parent.name.endswith(".partial") for file in path.rglob(io.HEADER_FILE))
+
+    path.parent.mkdir()
+    operations = in_child(lambda log: action(log, 10**9))[0].count(b"o")
+    assert any(map(stop, (0.5, 0.7, 0.9, 1.0)))
+    works: dict[str, Callable[[Path], Any]] = {
+        title: lambda folder, net=net: RESUMED[name](net, folder) for title, net in OTHER_NETWORKS.items()
+    }
+    if name in FITS:
+        works |= {
+            title: lambda folder, data=data: fitted(name, network(), data, checkpoint=folder)
+            for title, data in OTHER_DATA.items()
+        }
+    for title, other in works.items():
+        copied = tmp_path / "other" / "it"
+        shutil.rmtree(copied.parent, ignore_errors=True)
+        shutil.copytree(path, copied)
+        allowed = {"refused"}
+        if title in ("fewer data", "more data"):
+            allowed.add("its own")
+        if (title == "other weights" and "training" in name) or (title, name) == ("another order", "SampledLaplace"):
+            allowed.add("the first one's")
+        try:
+            result = answer(other(copied))
+        except CheckpointError:
+            found.note(name, title, "refused")
+        except BaseException as error:
+            found.note(name, title, f"UNTYPED: {type(error).__name__}: {error}")
+        else:
+            wanted = {"the first one's": expected}
+            if title not in OTHER_NETWORKS:
+                wanted["its own"] = answer(fitted(name, network(), OTHER_DATA[title]))
+            outcome = next((which for which, value in wanted.items() if same(result, value)), "ANOTHER")
+            found.note(name, title, outcome, allowed)
+    found.note(name, "the same", "equal" if same(answer(RESUMED[name](network(), path)), expected) else "DIFFERENT")
+    found.report(f"other work than {name}", len(works) + 1)
 
 
 # -- in processes of their own -----------------------------------------------------------------------------------------

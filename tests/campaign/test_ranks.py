@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laplace_plus as lp
+from laplace_plus.likelihoods.sampling import draw_seed
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,12 @@ KINDS = {
     "LowRank": lambda net: lp.LowRank(net, "classification", rank=60, remainder_probes=0),
     "last layer": lambda net: lp.Full(net, "classification", parameters="last_layer"),
 }
+FURTHER = {
+    "regression": lambda net: lp.KFAC(net, "regression"),
+    "drawn labels": lambda net: lp.KFAC(
+        net, "classification", eigenvalue_corrected=True, backend=lp.Native("ggn_mc", n_samples=2)
+    ),
+}
 
 
 def network() -> nn.Module:
@@ -40,12 +47,13 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def data() -> tuple[Tensor, Tensor]:
-    return torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(24) % 3
+def data(kind: str = "") -> tuple[Tensor, Tensor]:
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, x.sin() * torch.tensor([1.0, 2.0, 4.0]) if kind == "regression" else torch.arange(24) % 3
 
 
-def shard(rank: int, size: int, *, empty: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    x, y = data()
+def shard(rank: int, size: int, kind: str = "", *, empty: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    x, y = data(kind)
     ranks = [r for r in range(size) if r != empty]
     if rank == empty:
         return []
@@ -75,13 +83,22 @@ class Disturbed(list[Any]):
 def numbers(posterior: Any) -> list[float]:
     found = posterior.functional_posterior(data()[0][:4])
     parts = [found.mean, found.covariance, posterior.log_marginal_likelihood()[None], posterior.variance()]
+    parts += [posterior.noise_std] if isinstance(posterior.likelihood, lp.Gaussian) else []
     return torch.cat([part.flatten().double() for part in parts]).tolist()
 
 
 def act(rank: int, size: int, scenario: str, kind: str) -> Any:
     """What one rank does, the last one in another way."""
     odd = rank == size - 1
-    make = KINDS[kind]
+    make = (KINDS | FURTHER)[kind]
+    if scenario == "update":  # first of the data of the last rank alone, and then of those of all but the first
+        x, y = data(kind)
+        posterior = make(network()).fit([(x[:8], y[:8])] if odd else [])
+        return numbers(
+            posterior.update([] if rank == 0 else [(x[8:][rank - 1 :: size - 1], y[8:][rank - 1 :: size - 1])])
+        )
+    if scenario == "all on the first":
+        return numbers(make(network()).fit([] if rank else [data(kind)], generator=torch.Generator()))
     if scenario in ("killed", "slow", "raises"):
         loader: Any = Disturbed(shard(rank, size), scenario) if odd else shard(rank, size)
         return numbers(make(network()).fit(loader, generator=torch.Generator()))
@@ -98,7 +115,19 @@ def act(rank: int, size: int, scenario: str, kind: str) -> Any:
     if scenario == "nothing anywhere":
         return numbers(make(network()).fit([]))
     empty = {"empty shard": size - 1, "empty first shard": 0}.get(scenario)
-    return numbers(make(network()).fit(shard(rank, size, empty=empty), generator=torch.Generator()))
+    return numbers(make(network()).fit(shard(rank, size, kind, empty=empty), generator=torch.Generator()))
+
+
+def alone(scenario: str, kind: str) -> Tensor:
+    """The same in one process."""
+    (x, y), posterior, generator = data(kind), (KINDS | FURTHER)[kind](network()), torch.Generator()
+    if kind == "drawn labels":
+        generator.manual_seed(draw_seed(torch.Generator()))  # ranks draw from a seed that the first one drew
+    if scenario == "update":
+        posterior.fit([(x[:8], y[:8])]).update([(x[8:], y[8:])])
+    else:
+        posterior.fit([(x, y)], generator=generator)
+    return torch.tensor(numbers(posterior), dtype=torch.float64)
 
 
 def one_rank(rank: int, size: int, folder: Path, scenario: str, kind: str) -> None:
@@ -148,6 +177,8 @@ REASONS = {
     "nothing anywhere": "No rank's loader",
 }
 SCENARIOS = [("equal", kind) for kind in KINDS] + [("empty shard", kind) for kind in ("KFAC", "LowRank")]
+SCENARIOS += [("empty first shard", "regression"), ("all on the first", "drawn labels")]
+SCENARIOS += [("update", "EKFAC"), ("update", "regression")]
 SCENARIOS += [("empty first shard", "EKFAC"), ("slow", "KFAC"), *((scenario, "KFAC") for scenario in REASONS)]
 
 
@@ -165,12 +196,10 @@ def test_ranks(size: int, scenario: str, kind: str, tmp_path: Path) -> None:
         reasons = REASONS[scenario].split("|")
         assert all(any(reason in outcome for reason in reasons) for outcome in survivors), survivors
     else:
-        x, y = data()
-        posterior = KINDS[kind](network()).fit([(x, y)], generator=torch.Generator())
-        alone = torch.tensor(numbers(posterior), dtype=torch.float64)
+        expected = alone(scenario, kind)
         assert all(isinstance(outcome, list) for outcome in found), found
         off = max(
-            float((torch.tensor(outcome, dtype=torch.float64) - alone).abs().max() / alone.abs().max())
+            float((torch.tensor(outcome, dtype=torch.float64) - expected).abs().max() / expected.abs().max())
             for outcome in found
         )
         sys.stdout.write(f"\n{line}{seconds:.1f} s, differs by {off:.1g}\n")

@@ -137,6 +137,15 @@ def test_an_interrupted_update_goes_on_to_the_same_bits(name, tmp_path):
         before().update(data[::-1], generator=seeded(), checkpoint=folder)
 
 
+@pytest.mark.parametrize("name", ["EKFAC", "LowRank"])
+def test_what_followed_the_first_pass_is_refused_to_more_data(name, tmp_path):
+    """The first pass alone could go on with them."""
+    make = MAKERS.get(name, lambda net: lp.LowRank(net, "classification", rank=4, tolerance=0.5, remainder_probes=0))
+    make(network()).fit(batches()[:4], generator=seeded(), checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="its number of data differs"):
+        make(network()).fit(batches(), generator=seeded(), checkpoint=tmp_path)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Batches as they come; nobody knows how many."""
 
