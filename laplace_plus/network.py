@@ -71,8 +71,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
         differentiates, modes = torch.is_grad_enabled(), torch.overrides._len_torch_function_stack()
         try:
             network.kept["inside"] = threading.get_ident()
-            device = network.device
-            kind = device.type
+            device, kind = network.device, network.device.type
             enabled = torch.is_autocast_enabled(kind)
             network.ambient_autocast = enabled, torch.get_autocast_dtype(kind)
             low = network.ambient_autocast[1] if enabled else network.held.places[network.parameter_names[0]][2].dtype
@@ -410,15 +409,17 @@ class Network:
                 raise NonFiniteError(what, expected="a trained network with finite weights", got=got, fix=fix)
 
     def mark(self) -> list[Any]:
-        """What differs after a change of modules, adapters or tensors: identities, addresses, writes, entries.
+        """What differs after a change of modules, options, adapters or tensors: identities, addresses, writes, entries.
 
-        Of large tensors, unless they are sparse or of other classes, some entries stand for all.
+        Options are what a class declares as ``__constants__``, as torch's do; others may be counters. Of large
+        tensors, unless they are sparse or of other classes, some entries stand for all.
         """
         if "mark" in self.kept:
             return self.kept["mark"]
         held, stays = self.held, True
         found: list[Any] = [[*map(id, held.modules)]]
         for module in held.modules:
+            found.append([*map(vars(module).get, getattr(type(module), "__constants__", ()))])
             if MERGED in vars(module):
                 found.append(adapter_state(module))
         for named in (held.parameters, held.buffers):
@@ -454,12 +455,10 @@ def refuse_unsuitable(model: nn.Module) -> None:
             what, fix = f"Lazy module {name!r} is not initialised.", "Run the model once on a batch before wrapping it."
             raise ConfigurationError(what, fix=fix)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            raise UnsupportedError(
-                f"Module {name!r} normalises by the statistics of the batch, so examples depend on each other.",
-                expected="batch normalisation with running statistics",
-                got="track_running_stats=False",
-                fix="Train with track_running_stats=True, or replace it by group or layer normalisation.",
-            )
+            what = f"Module {name!r} normalises by the statistics of the batch, so examples depend on each other."
+            expected, got = "batch normalisation with running statistics", "track_running_stats=False"
+            fix = "Train with track_running_stats=True, or replace it by group or layer normalisation."
+            raise UnsupportedError(what, expected=expected, got=got, fix=fix)
 
 
 def _evaluate(modules: Sequence[nn.Module], before: list[Any]) -> None:

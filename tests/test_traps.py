@@ -179,10 +179,10 @@ def test_updates_after_loading_keep_the_last_layer(posterior_class, tmp_path):
 
 
 def passes(model, batches):
-    """Forward passes of a fit of the last layer."""
+    """Forward passes of a fit of the last layer, besides two of two examples that look for randomness."""
     before = model.calls
     lp.KFAC(model, "classification", parameters="last_layer").fit(batches)
-    return model.calls - before
+    return model.calls - before - 2
 
 
 @pytest.mark.parametrize(("depth", "extra"), [(1, 2), (20, 4)])

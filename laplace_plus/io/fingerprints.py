@@ -20,6 +20,7 @@ from laplace_plus.errors import NETWORK_ERRORS, CheckpointError
 _WHOLE, _SAMPLED = 4096, 512  # entries up to which all of a base's tensor is hashed, about how many of a larger one
 _OF_RUNS = re.compile("_|output_|return_|architectures|dtype|torch_dtype|transformers_version|use_(cache|return)")
 """How names of a configuration start that do not say what a model computes."""
+_OF_TRAINING = re.compile(r"(, )?(dropout|inplace|momentum)=[^,)]*|\w*Drop\w*\(.*")  # without effect in evaluation
 
 
 def fingerprint(model: nn.Module, *, whole: bool = False) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module, *, modules: 
         if saved["sha256"] == current["sha256"]:
             pairs = zip_longest(saved["modules"], current["modules"], fillvalue="none") if modules else ()
             for old, new in pairs:
-                if old != new and not ("Drop" in old and "Drop" in new):
+                if _OF_TRAINING.sub("", old) != _OF_TRAINING.sub("", new):
                     raise CheckpointError("A module was replaced or changed.", expected=old, got=new, fix=fix)
             return
         for what, entry_text in (

@@ -390,12 +390,11 @@ class Configured:
 
         Raises:
             NotFittedError: There is none.
-            ModelChangedError: The network's weights are no longer those of the fit.
+            ModelChangedError: The network's weights, modules or their options are no longer those of the fit.
         """
         if self._vector is None:
-            raise NotFittedError(
-                f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
-            )
+            what = f"This {type(self).__name__} has not been fitted."
+            raise NotFittedError(what, expected="fit(loader) first", got="no data so far")
         if self.network.kept.get("mark") is self._mark and not thorough:  # looked at by the method that runs
             return
         with turn(self.network.model):
@@ -406,24 +405,21 @@ class Configured:
             try:
                 io.compare_fingerprint(self._fingerprint, self.model, modules=True)
             except CheckpointError as error:
-                raise ModelChangedError(
-                    "The network is no longer the one that the posterior was fitted on.",
-                    expected="the weights and buffers at the time of fit()",
-                    got=str(error),
-                    fix="Call fit() again after training, or give the posterior a copy of the model.",
-                ) from error
+                what = "The network is no longer the one that the posterior was fitted on."
+                expected = "the weights and buffers at the time of fit()"
+                fix = "Call fit() again after training, or give the posterior a copy of the model."
+                raise ModelChangedError(what, expected=expected, got=str(error), fix=fix) from error
             self._mark = mark
 
     def zero_curvature(self) -> SelectionError:
         """The error where the data say nothing at all about the selected parameters."""
         names = self.parameter_names
-        return SelectionError(
-            f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}.",
-            expected="parameters that the outputs depend on, and some target that is not ignored",
-            got=f"{len(names)} parameters without influence on the likelihood of the data",
-            fix="Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
-            "never active, detached or rounded outputs, and logits so large that every probability is exactly 0 or 1.",
-        )
+        what = f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}."
+        expected = "parameters that the outputs depend on, and some target that is not ignored"
+        got = f"{len(names)} parameters without influence on the likelihood of the data"
+        fix = "Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
+        fix += "never active, detached or rounded outputs, and logits so large that each probability is exactly 0 or 1."
+        return SelectionError(what, expected=expected, got=got, fix=fix)
 
     def remember_weights(self) -> None:
         """Note the network's present weights as those of the fit."""

@@ -15,7 +15,7 @@ from laplace_plus.curvature.calls import ExampleAxis
 from laplace_plus.errors import NETWORK_ERRORS, CheckpointError, ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
 from laplace_plus.network import Network, turn, unwrap
-from laplace_plus.posteriors.probing import difference, outputs_at, random_inputs
+from laplace_plus.posteriors.probing import FAR_ROUNDING, difference, far_outputs, outputs_at, random_inputs
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.priors import Groups
@@ -33,7 +33,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
         likelihood: The likelihood, where it is one of your own; built-in ones are stored, and only the value of their
             noise may differ here.
         check_function: Whether to compare the network's outputs with those at the time of saving, at two random inputs
-            of the shapes, types and ranges of the fit's, which finds another activation or another ``eps``.
+            of the shapes, types and ranges of the fit's, and two far beyond, which finds another activation or ``eps``.
 
     Raises:
         CheckpointError: The folder is missing, damaged, contradictory or of another format version; the network or a
@@ -115,10 +115,16 @@ def _restored(cls: Any, header: dict[str, Any], tensors: dict[str, Tensor], mode
 
 def _compare(network: Network, known: Mapping[str, Any], modules: Iterable[str]) -> None:
     """Raise :class:`CheckpointError` if a network computes something else than a probe of it found at the fit."""
-    before = torch.tensor(known["outputs"], dtype=torch.float64)
-    now, rounding = outputs_at(network, random_inputs(known["inputs"]))
-    off = difference(before, now) if before.shape == now.shape else float("inf")
-    if off > max(rounding, float(known["rounding"])):
+    form = known["inputs"]
+    now, rounding = outputs_at(network, random_inputs(form))
+    far = far_outputs(network, form, float(known["times"])) if "far" in known else None  # for one device alone, say
+    for name, found, least in (("outputs", now, float(known["rounding"])), ("far", far, FAR_ROUNDING)):
+        if found is None:
+            continue
+        before = torch.tensor(known[name], dtype=torch.float64)
+        off = difference(before, found) if before.shape == found.shape else float("inf")
+        if off <= max(rounding, least):  # not of NaN
+            continue
         old, new = set(modules), set(io.fingerprint(network.model)["modules"])
         expected, got = "; ".join(sorted(old - new)) or "outputs as at the fit", "; ".join(sorted(new - old))
         what, fix = "The network has the same weights, but computes another function.", "Restore it, or fit again."
@@ -130,11 +136,8 @@ def _likelihood(stored: Mapping[str, Any], given: Any) -> Likelihood:
     """The stored likelihood, or the caller's if it is the one that was fitted, up to the value of its noise."""
     if given is None:
         if stored.get("name") == "custom":
-            raise CheckpointError(
-                "The posterior was saved with a likelihood of your own, which is not stored.",
-                expected="load(path, model, likelihood=…)",
-                got="no likelihood",
-            )
+            what, expected = "A likelihood of your own is not stored.", "load(path, model, likelihood=…)"
+            raise CheckpointError(what, expected=expected, got="no likelihood")
         return likelihood_from_config(stored)
     likelihood = resolve_likelihood(given)
     own, noise = stored.get("noise_std"), likelihood.noise_std

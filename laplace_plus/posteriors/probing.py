@@ -1,23 +1,24 @@
 """What a network computes: its outputs at random inputs of the shapes, types and rounded ranges of some others.
 
-No data are kept. Nothing is known of networks that fail on such inputs, or take others than trees of tensors.
+Others reach further, to where activations clip. No data are kept. Nothing is known of networks that fail on such
+inputs, or take others than trees of tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus.errors import NETWORK_ERRORS, UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, ModelChangedError, UnsupportedError, tried
 from laplace_plus.network import Network
 
 _KEPT, _TENSOR = 256, "random tensor"  # outputs that are kept, evenly spread; how a tensor's description starts
+_FAR = 256.0, 16.0  # in ranges: how far inputs reach, or else the second
+FAR_ROUNDING = 0.01  # how far rounding takes outputs there, where 1e-5 more of the range moves them by less
 
 
 def probe(network: Network, inputs: Any) -> dict[str, Any]:
@@ -29,13 +30,18 @@ def probe(network: Network, inputs: Any) -> dict[str, Any]:
         json.dumps(found.tolist(), allow_nan=False)
     except NETWORK_ERRORS:
         return {}
-    return {"inputs": form, "outputs": found.tolist(), "rounding": rounding}
+    known = {"inputs": form, "outputs": found.tolist(), "rounding": rounding}
+    for times in _FAR if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves) else ():
+        far, moved = (far_outputs(network, form, each) for each in (times, times * (1 + 1e-5)))
+        if far is not None and moved is not None and difference(far, moved) < FAR_ROUNDING:  # not NaN, nor chaotic
+            return {**known, "times": times, "far": far.tolist()}
+    return known
 
 
-def random_inputs(form: Any) -> Any:
-    """The inputs of a probe, the same each time."""
+def random_inputs(form: Any, times: float = 1.0) -> Any:
+    """The inputs of a probe, the same each time; floating ones over so many times the range, about its middle."""
     leaves, rebuild = batches.flatten(form)
-    return rebuild(map(_drawn, leaves))
+    return rebuild(_drawn(leaf, times) for leaf in leaves)
 
 
 def outputs_at(network: Network, inputs: Any) -> tuple[Tensor, float]:
@@ -45,8 +51,15 @@ def outputs_at(network: Network, inputs: Any) -> tuple[Tensor, float]:
         found = network.forward(network.receive(inputs)).flatten()
     finally:
         network.ambient_autocast = ambient
-    rounding = max(torch.finfo(found.dtype).eps ** 0.5, 0.01 * (found.device.type != "cpu"))
+    rounding = max(torch.finfo(found.dtype).eps ** 0.5, FAR_ROUNDING * (found.device.type != "cpu"))
     return found[:: -(-len(found) // _KEPT)].double().cpu(), rounding
+
+
+def far_outputs(network: Network, form: Any, times: float) -> Tensor | None:
+    """Outputs beyond the range, or None; of the CPU alone: an index out of range breaks all that follows on a GPU."""
+    if network.device.type != "cpu":
+        return None
+    return (tried(lambda: outputs_at(network, random_inputs(form, times)))[0] or [None])[0]
 
 
 def difference(before: Tensor, now: Tensor) -> float:
@@ -54,17 +67,19 @@ def difference(before: Tensor, now: Tensor) -> float:
     return float((before - now).abs().max() / before.abs().max().clamp_min(1e-300))
 
 
-def check_deterministic(network: Network, inputs: Any, few: Any, random_state: Callable[[], Tensor]) -> None:
-    """Raise :class:`UnsupportedError` if two passes over inputs differ; not where one over few draws no numbers."""
-    before = random_state()
-    with suppress(*NETWORK_ERRORS):  # of networks for batches of one size
-        outputs_at(network, few)
-        if torch.equal(before, random_state()):
-            return
+def check_deterministic(network: Network, inputs: Any) -> None:
+    """Raise :class:`UnsupportedError` if two passes differ, :class:`ModelChangedError` if as they write to weights."""
+    network.kept.pop("mark", None)
+    before = network.mark()
     (first, rounding), (second, _) = outputs_at(network, inputs), outputs_at(network, inputs)
     if (off := difference(first, second)) > rounding:
+        network.kept.pop("mark", None)
+        if (after := network.mark()) != before:
+            names = [old[0] for old, new in zip(before, after, strict=False) if old != new and type(old) is tuple]
+            what, fix = "The network's forward pass writes to its own weights.", "Write to copies of them."
+            raise ModelChangedError(what, expected="no other weights after it", got=", ".join(names), fix=fix)
         what, got = "The network's outputs change from pass to pass.", f"a difference by {off:.2g} of the largest"
-        fix = "Look in forward for F.dropout without training=self.training, and for other random numbers."
+        fix = "Look in forward for F.dropout without training=self.training, other random numbers, and counters."
         raise UnsupportedError(what, expected="a network that is deterministic in eval()", got=got, fix=fix)
 
 
@@ -75,11 +90,12 @@ def _described(leaf: Any) -> Any:
     return " ".join([_TENSOR, str(leaf.dtype).removeprefix("torch."), low, high, *map(str, leaf.shape)])
 
 
-def _drawn(leaf: Any) -> Any:
+def _drawn(leaf: Any, times: float) -> Any:
     if not isinstance(leaf, str) or not leaf.startswith(_TENSOR):
         return leaf
     kind, low, high, *shape = leaf.removeprefix(_TENSOR).split()
     start, dtype, source = float(low), getattr(torch, kind), torch.Generator().manual_seed(len(leaf))
     values = torch.rand([int(size) for size in shape], generator=source, dtype=torch.float64)
     whole = start + ((float(high) - start + 1) * values).floor()
+    values += (times - 1) * (values - 0.5)
     return (start + (float(high) - start) * values if dtype.is_floating_point else whole).to(dtype)

@@ -268,9 +268,9 @@ def test_what_can_be_cut() -> None:
 
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
 def test_a_linear_last_layer_takes_one_forward_pass_of_each_batch(cls: type[lp.GaussianPosterior]) -> None:
-    """Nothing before it is differentiated, so that no two examples have to tell what one of them takes."""
+    """Nothing before it is differentiated: no two examples tell what one takes, but two look for randomness."""
     model, sizes = convolutional(), []
     model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
     (x, y) = data()[0]
     cls(model, "classification", parameters="last_layer").fit([(x[:12], y[:12]), (x[12:], y[12:])])
-    assert sizes == [12, 8]
+    assert sizes == [12, 2, 2, 8]

@@ -9,6 +9,7 @@ import json
 import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from laplace_plus import io
 from laplace_plus.errors import (
     CheckpointError,
     InputError,
+    LabelError,
     ModelChangedError,
     NonFiniteError,
     SelectionError,
@@ -99,6 +101,71 @@ def test_a_module_that_is_replaced_after_the_fit_is_noticed(tmp_path):
                 posterior.predictive(X)
 
 
+def clipped(activation, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 6), activation, nn.Linear(6, 3)).eval()
+    return model, [(torch.randn(20, 2), torch.randint(3, (20,))) for _ in range(2)]
+
+
+CLIPS = [(nn.Hardtanh(), nn.Hardtanh(-10, 10)), (nn.ReLU(), nn.ReLU6())]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("before", "after"), CLIPS)
+def test_another_activation_that_the_data_hardly_reach_is_refused(before, after, seed, tmp_path):
+    model, data = clipped(before, seed)
+    lp.KFAC(model, "classification").fit(data).save(tmp_path / "p")
+    other = nn.Sequential(model[0], after, model[2])
+    with pytest.raises(CheckpointError, match="another function"):
+        lp.load(tmp_path / "p", other)
+    header, tensors = io.read(tmp_path / "p")
+    assert sum(len(json.dumps(header["function"][name])) for name in ("outputs", "far")) < 1000
+    del header["function"]["far"]  # as earlier versions wrote it
+    io.write(tmp_path / "old", header, tensors)
+    assert lp.load(tmp_path / "old", model).n_data == 40
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (nn.ReLU(), nn.ReLU(inplace=True)),
+        (nn.Dropout(0.1), nn.Identity()),
+        (nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=0.5)),
+    ],
+)
+def test_modules_that_differ_in_training_alone_load(before, after, tmp_path):
+    model, data = clipped(before, 0)
+    lp.KFAC(model, "classification").fit(data).save(tmp_path / "p")
+    assert lp.load(tmp_path / "p", nn.Sequential(model[0], after.eval(), model[2])).n_data == 40
+
+
+class Narrow(nn.Module):
+    """Defined near its data alone, or chaotic further out."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.table, self.how = nn.Linear(3, 3), nn.Embedding(3, 3), how
+
+    def forward(self, x):
+        if self.how == "overflows":
+            return self.head((x.square() * 30).exp().clamp(max=1e30) / 1e30 if x.abs().max() < 4 else x * float("inf"))
+        if self.how == "looks up":
+            return self.head(x) + self.table((x[:, 0].abs() > 4).long() * 3)
+        if self.how == "asserts":
+            assert x.abs().max() < 4, "out of range"
+        return self.head(x.clamp(-1, 1) + (1e4 * x).sin() * (x.abs() > 4))
+
+
+@pytest.mark.parametrize("how", ["overflows", "looks up", "asserts", "oscillates"])
+def test_networks_that_are_defined_near_their_data_alone_are_saved(how, tmp_path):
+    model = Narrow(how)
+    lp.KFAC(model, "classification", parameters=["head.weight", "head.bias"]).fit([(X, Y)]).save(tmp_path / "p")
+    known = io.read(tmp_path / "p")[0]["function"]
+    assert known["outputs"] and "far" not in known
+    assert lp.load(tmp_path / "p", model).n_data == 12
+
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -144,29 +211,71 @@ class Odd(nn.Module):
     def __init__(self, how):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.how = nn.Linear(3, 3), how
+        self.layer, self.how, self.calls = nn.Linear(3, 3), how, 0
+        self.generator = torch.Generator().manual_seed(0)
 
     def forward(self, x):
         if self.how == "drops":
             return nn.functional.dropout(self.layer(x), 0.5, training=True)
+        if self.how == "adds noise of its own":
+            return self.layer(x) + torch.randn(len(x), 3, generator=self.generator)
+        if self.how == "scales by NumPy":
+            return self.layer(x) * float(np.random.default_rng().uniform(1, 2))
+        if self.how == "counts" or (self.how == "counts for six" and len(x) == 6):
+            self.calls += 1
+            return self.layer(x) * (1 + self.calls % 2)
+        if self.how == "counts for six":
+            raise ValueError("six, please")
         if self.how == "writes":
             with torch.no_grad():
                 self.layer.weight.add_(0.01)
         return self.layer(x) * 0 if self.how == "zero" else self.layer(x)
 
 
-@pytest.mark.parametrize("posterior_class", [*CLASSES, lp.MetricBNN])
-def test_random_forward_passes_are_refused(posterior_class):
+@pytest.mark.parametrize("how", ["drops", "adds noise of its own", "scales by NumPy", "counts", "counts for six"])
+@pytest.mark.parametrize("posterior_class", [*CLASSES, lp.MetricBNN, lp.SWAG])
+def test_random_forward_passes_are_refused(posterior_class, how):
     with pytest.raises(UnsupportedError, match="change from pass to pass.*F.dropout"):
-        posterior_class(Odd("drops"), "classification").fit([(X[:6], Y[:6]), (X[6:], Y[6:])])
+        posterior_class(Odd(how), "classification").fit([(X[:6], Y[:6]), (X[6:], Y[6:])])
 
 
-@pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.Diagonal])
+@pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.Diagonal, lp.SWAG])
 def test_forward_passes_that_write_to_the_weights_are_refused(posterior_class):
     posterior = posterior_class(Odd("writes"), "classification")
     with pytest.raises(ModelChangedError, match="layer.weight"):
         posterior.fit([(X, Y)])
     assert not posterior.is_fitted
+
+
+SHORT = {
+    "the network fails": (InputError, "mine"),
+    "a label is out of range": (LabelError, "class indices are out of range"),
+    "an input is NaN": (NonFiniteError, "outputs hold NaN"),
+}
+
+
+@pytest.mark.parametrize("how", SHORT)
+@pytest.mark.parametrize("call", ["fit", "update", "calibrate"])
+@pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank])
+def test_what_fails_in_a_shorter_last_batch_is_named(posterior_class, call, how):
+    def fail(module, args, outputs):
+        if len(args[0]) == 3 and how == "the network fails":
+            raise ValueError("mine")
+
+    model, x, y = net(), X.clone(), Y.clone()
+    posterior = posterior_class(model, "classification")
+    if call != "fit":
+        posterior.fit([(x[:5], y[:5])])
+    if how == "a label is out of range":
+        y[-1] = 7
+    if how == "an input is NaN":
+        x[-1, 1] = float("nan")
+    model.register_forward_hook(fail)
+    data = [(x[:5], y[:5]), (x[5:9], y[5:9]), (x[9:], y[9:])]
+    error, words = SHORT[how]
+    with pytest.raises(error, match=words) as raised:
+        lp.calibrate(posterior, data) if call == "calibrate" else getattr(posterior, call)(data)
+    assert "shape than" not in str(raised.value)
 
 
 @pytest.mark.parametrize("posterior_class", [lp.MetricBNN, null_space])

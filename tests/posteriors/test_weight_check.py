@@ -53,6 +53,7 @@ CHANGES = {
     "a new parameter": new_parameter,
     "a new module": lambda m, x: m.__setitem__(3, nn.Linear(90, 3)),
     "training": lambda m, x: m.train()(x),
+    "an option": lambda m, x: setattr(m[1], "eps", 0.5),
 }
 
 
@@ -63,6 +64,20 @@ def test_a_change_is_found(change):
     CHANGES[change](model, x)
     for _ in range(2):
         with pytest.raises(ModelChangedError):
+            posterior.predictive(x)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LeakyReLU(0.01), lambda: nn.Hardtanh(), lambda: nn.Softplus()])
+def test_an_option_that_is_set_in_place_is_found(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), make(), nn.Linear(6, 3)).eval()
+    x = torch.randn(40, 2)
+    posterior = lp.KFAC(model, "classification").fit([(x, torch.arange(40) % 3)])
+    posterior.predictive(x)
+    name = next(name for name in ("negative_slope", "max_val", "beta") if hasattr(model[1], name))
+    setattr(model[1], name, 0.9)
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match="A module was replaced or changed"):
             posterior.predictive(x)
 
 
@@ -85,6 +100,7 @@ def test_the_same_values_are_accepted():
         lambda: setattr(model[0].weight, "data", model[0].weight.data.clone()),
         lambda: model.double().float(),
         lambda: model.train(),
+        lambda: setattr(model[1], "momentum", 0.5),
         lambda: model.requires_grad_(False),
         lambda: model[1].running_mean.fill_(float("nan")).zero_(),
     ):
