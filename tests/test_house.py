@@ -128,7 +128,7 @@ def test_the_package_does_not_grow():
     apart = {*ADAPTERS, *(module for folder in METHODS for module in in_folder(folder))}
     core = [module for module in size.FILES if module not in apart]
     assert size.lines_of(core) <= 39_440
-    assert size.code_of(core) <= 25_052
+    assert size.code_of(core) <= 25_053
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_180
 
 

@@ -34,6 +34,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
             noise may differ here.
         check_function: Whether to compare the network's outputs with those at the time of saving, at two random inputs
             of the shapes, types and ranges of the fit's, and two far beyond, which finds another activation or ``eps``.
+            Without such inputs, as for given variances, modules and their options are compared.
 
     Raises:
         CheckpointError: The folder is missing, damaged, contradictory or of another format version; the network or a
@@ -59,7 +60,8 @@ def rebuilt(
     """The posterior of a description; arguments and errors as for :func:`load`."""
     _ = likelihood is None or resolve_likelihood(likelihood)  # refuses what is none
     with turn(unwrap(model)), torch.random.fork_rng([]):  # constructors may draw random numbers
-        io.compare_fingerprint(header.get("network", {}), unwrap(model))  # while no forward pass has other weights
+        by_modules = check_function and not header.get("function", True)  # now, while no forward pass has other weights
+        io.compare_fingerprint(header.get("network", {}), unwrap(model), modules=by_modules)
         cls = get_posterior(str(header.get("class")))
         try:
             posterior: Any = _restored(cls, header, tensors, model, likelihood)
