@@ -11,7 +11,7 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
 import laplace_plus as lp
-from laplace_plus import plotting
+from laplace_plus.applications import plotting
 
 
 def trained(inputs: Tensor, targets: Tensor, loss: nn.Module, outputs: int, steps: int) -> nn.Module:

@@ -10,41 +10,36 @@ from typing import TYPE_CHECKING, Any
 import laplace_plus.posteriors as posteriors
 import laplace_plus.testing as testing
 from laplace_plus import (
-    constraints,
     curvature,
     distributed,
     errors,
-    evidence,
     geometry,
     integrations,
-    leave_one_out,
     likelihoods,
     linalg,
     metrics,
-    plotting,
-    reconstruction,
-    serving,
     structured,
-    uses,
+    tuning,
 )
 from laplace_plus._version import __version__
-from laplace_plus.calibration import CalibratedPosterior, calibrate
-from laplace_plus.conformal import ConformalPosterior, conformalize
+from laplace_plus.applications import constraints, plotting, reconstruction, serving, uses
+from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
+from laplace_plus.applications.conformal import ConformalPosterior, conformalize
+from laplace_plus.applications.fields import SpatialField
+from laplace_plus.applications.mixtures import Ensemble, Mixture
+from laplace_plus.applications.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
 from laplace_plus.curvature import Backend, Native
-from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
-from laplace_plus.evidence.tangent import Tangent
-from laplace_plus.evidence.tuning import Tuner, TuningResult
-from laplace_plus.evidence.validation import Validation
-from laplace_plus.fields import SpatialField
 from laplace_plus.geometry import Diffusion
-from laplace_plus.leave_one_out import Auto, LeaveOneOut
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, GivenNoise, HeteroscedasticGaussian
-from laplace_plus.mixtures import Ensemble, Mixture
 from laplace_plus.posteriors import *  # noqa: F403
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
-from laplace_plus.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
+from laplace_plus.tuning import Auto, LeaveOneOut
+from laplace_plus.tuning.base import Tuner, TuningResult
+from laplace_plus.tuning.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
+from laplace_plus.tuning.tangent import Tangent
+from laplace_plus.tuning.validation import Validation
 
 if TYPE_CHECKING:
     from laplace_plus.integrations.backpack import BackPack
@@ -88,10 +83,8 @@ __all__ = [
     "curvature",
     "distributed",
     "errors",
-    "evidence",
     "geometry",
     "integrations",
-    "leave_one_out",
     "likelihoods",
     "linalg",
     "metrics",
@@ -102,6 +95,7 @@ __all__ = [
     "testing",
     "train_data_emphasized",
     "train_marginal_likelihood",
+    "tuning",
     "uses",
 ]
 __all__ += posteriors.__all__

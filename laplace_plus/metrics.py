@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import require_free
-from laplace_plus.batches import describe
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
 from laplace_plus.likelihoods.base import widen
+from laplace_plus.network.batches import describe
 
 # -- classification ---------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
+from laplace_plus.network.selection import last_layer_of, layer_of, select
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.selection import last_layer_of, layer_of, select
 
 EXACT = 1e-11  # float64, small networks
 

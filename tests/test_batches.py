@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import laplace_plus as lp
-from laplace_plus import batches
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import Batch
 from laplace_plus.errors import DataError, EmptyDataError, OutputError
+from laplace_plus.network import batches
+from laplace_plus.network.batches import Batch
 
 Pair = namedtuple("Pair", ["first", "second"])
 X, X2, Y = torch.arange(12.0).reshape(4, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 1])

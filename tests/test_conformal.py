@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import laplace_plus as lp
-from laplace_plus import conformal
+from laplace_plus.applications import conformal
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_plus import batches, likelihoods
+from laplace_plus import likelihoods
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments import run as report
 from laplace_plus.experiments.comparison import (
@@ -32,6 +32,7 @@ from laplace_plus.experiments.settings import (
     read_posteriors,
     user_modules,
 )
+from laplace_plus.network import batches
 
 # -- the digits --------------------------------------------------------------------------------------------------------
 

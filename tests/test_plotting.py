@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from laplace_plus import metrics
+from laplace_plus.applications.plotting import class_plane, coverage_diagram, curve, curves, reliability_diagram
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.plotting import class_plane, coverage_diagram, curve, curves, reliability_diagram
 
 
 def predictions(seed: int, sharpness: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus._memory import budget, memory_budget
-from laplace_plus.differentiability import Shared, eager
-from laplace_plus.network import turn
+from laplace_plus.network.differentiability import Shared, eager
+from laplace_plus.network.network import turn
 from laplace_plus.testing import assert_untouched, snapshot
 
 N_THREADS = 4

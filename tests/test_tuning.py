@@ -34,7 +34,7 @@ from laplace_plus.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from laplace_plus.evidence.objective import Objective
+from laplace_plus.tuning.objective import Objective
 
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "Diagonal": lp.Diagonal}
 METHODS = ["marginal_likelihood", "mackay", "em"]

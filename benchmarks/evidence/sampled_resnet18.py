@@ -26,7 +26,7 @@ from torch.func import functional_call, jvp, vmap
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods import Categorical
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.sampled.objective import TangentCurvature
 
 CLASSES = 100

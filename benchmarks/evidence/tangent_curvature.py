@@ -22,8 +22,8 @@ from tangent import cell
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.evidence import TangentModel
-from laplace_plus.evidence.tangent_curvature import curvature_at
+from laplace_plus.tuning import TangentModel
+from laplace_plus.tuning.tangent_curvature import curvature_at
 
 TABLES = ("australian", "breast_wisconsin_original", "glass")
 WAYS = (

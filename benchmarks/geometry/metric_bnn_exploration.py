@@ -27,7 +27,7 @@ import laplace_plus as lp
 from laplace_plus.errors import SmoothnessWarning
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.geometry.particles import ParticleLandscape
-from laplace_plus.network import exact_arithmetic
+from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 
 DECAY = 0.01

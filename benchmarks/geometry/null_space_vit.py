@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods import Categorical
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.rows import NullSpaceRows
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laplace_plus.applications.uses import ridge_left_out
 from laplace_plus.linalg import cg, slq_logdet
-from laplace_plus.uses import ridge_left_out
 
 TABLES = ("snelson", "boston", "concrete", "energy", "power")
 LOG_2PI = math.log(2 * math.pi)

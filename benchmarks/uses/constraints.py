@@ -29,7 +29,15 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from laplace_plus.constraints import NullSpaceOptimizer, Sparse, asymmetry, conservative, periodic, project, value
+from laplace_plus.applications.constraints import (
+    NullSpaceOptimizer,
+    Sparse,
+    asymmetry,
+    conservative,
+    periodic,
+    project,
+    value,
+)
 
 PARTS = ("periodic", "scores", "pruning", "speed")
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tomography_problem import Problem, UNet, stage, train
 
 import laplace_plus as lp
-from laplace_plus.reconstruction import FilterCovariance, ImagePosterior
+from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior
 
 METHODS = {
     "isotropic": "network, isotropic noise of the fit's residuals",

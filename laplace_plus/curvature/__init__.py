@@ -18,7 +18,6 @@ from laplace_plus.curvature.base import (
     register_backend,
     resolve_backend,
 )
-from laplace_plus.curvature.calls import Call, LinearCall, register_rule
 from laplace_plus.curvature.native import Native
 from laplace_plus.curvature.operators import (
     FisherOperator,
@@ -33,11 +32,12 @@ from laplace_plus.curvature.structures import (
     DiagonalStructure,
     FullStructure,
     KroneckerStructure,
-    Layout,
     LowRankStructure,
     Structure,
 )
+from laplace_plus.network.calls import Call, LinearCall, register_rule
 from laplace_plus.structured.blocks import register_block
+from laplace_plus.structured.layout import Layout
 
 __all__ = [
     "Accumulation",

@@ -19,20 +19,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus._memory import slices
-from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import (
-    CHANNELS,
-    EMBEDDING,
-    MATRIX,
     Curvature,
     DiagonalStructure,
     FullStructure,
     KroneckerStructure,
-    Layout,
     Structure,
     used_differently,
 )
 from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.network.gradients import Gradients
 from laplace_plus.structured import (
     Block,
     DenseBlock,
@@ -44,6 +40,7 @@ from laplace_plus.structured import (
     OuterGradients,
 )
 from laplace_plus.structured.eigen import DiagonalOutputBlock
+from laplace_plus.structured.layout import CHANNELS, EMBEDDING, MATRIX, Layout
 
 B = TypeVar("B", bound=Block)
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import Batch
 from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.arguments import require_choice, require_count
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import Network
 
 Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
 """Exact generalised Gauss-Newton, its Monte-Carlo estimate, empirical Fisher, or the Hessian."""

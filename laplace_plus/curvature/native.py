@@ -10,27 +10,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.batches import Batch
 from laplace_plus.curvature.accumulation import ACCUMULATIONS
 from laplace_plus.curvature.base import KINDS, Backend
-from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.gradients import Gradients, loss_gradient, micro_batches
-from laplace_plus.curvature.structures import (
-    MATRIX,
-    Curvature,
-    DiagonalStructure,
-    FullStructure,
-    KroneckerStructure,
-    Layout,
-    Structure,
-    whole_layout,
-)
+from laplace_plus.curvature.structures import Curvature, DiagonalStructure, FullStructure, KroneckerStructure, Structure
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.capture import capture_batch
+from laplace_plus.network.gradients import Gradients, loss_gradient, micro_batches, whole_layout
+from laplace_plus.network.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, GramSum, KroneckerBlock, OuterGradients
 from laplace_plus.structured.eigen import DiagonalOutputBlock
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
+from laplace_plus.structured.layout import MATRIX, Layout
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows, require_dense
 
 Observed = tuple[Tensor, Tensor, Tensor]

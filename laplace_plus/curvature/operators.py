@@ -26,10 +26,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
-from laplace_plus.curvature.gradients import loss_gradient, micro_batches
-from laplace_plus.curvature.linearization import Linearization, Pullback
 from laplace_plus.curvature.output_roots import OutputRoot, exact_root, gradient_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
@@ -40,7 +37,10 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.gradients import loss_gradient, micro_batches
+from laplace_plus.network.linearization import Linearization, Pullback
+from laplace_plus.network.network import Network, exact_arithmetic
 
 
 class NetworkOperator(Operator):

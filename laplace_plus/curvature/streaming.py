@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import batches
 from laplace_plus._memory import budget, slices
-from laplace_plus.batches import Batch, DataSums, same_sum
-from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.gradients import first_look, pieces, runs_apart
-from laplace_plus.curvature.linearization import ADModes, Linearization, linearize
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.linalg.arguments import require_count
-from laplace_plus.network import Network
+from laplace_plus.network import batches
+from laplace_plus.network.batches import Batch, DataSums, same_sum
+from laplace_plus.network.capture import capture_batch
+from laplace_plus.network.gradients import first_look, pieces, runs_apart
+from laplace_plus.network.linearization import ADModes, Linearization, linearize
+from laplace_plus.network.network import Network
 
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""
@@ -29,7 +29,7 @@ _JOINED_BYTES = 16 * 2**20
 
 
 class Stream:
-    """A network and a data loader, passed over again and again inside :func:`~laplace_plus.network.exact_arithmetic`.
+    """A network and a data loader, passed over again and again within ``exact_arithmetic``.
 
     Of a module, all parameters that require gradients are taken, and ``arrange`` puts its outputs into the shape
     ``[B, *, C]``. After the first pass, ``n_data`` and ``n_outputs`` are the numbers of examples and of all their

@@ -4,83 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from laplace_plus.errors import DataError
-from laplace_plus.network import Network
+from laplace_plus.network.gradients import whole_layout
+from laplace_plus.network.network import Network
 from laplace_plus.structured import Block, KroneckerBlock
-from laplace_plus.structured.parameter_slices import ParameterSlices
-
-MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
+from laplace_plus.structured.layout import Layout
 
 DENSE_OUTPUTS = 4096
 """With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise.
 
 At this size the dense factor takes 64 MiB in float32, and its eigendecomposition about a minute on one core.
 """
-
-
-class Layout:
-    """Positions of a block's ``[G, o, i]`` array in the parameter vector.
-
-    Args:
-        key: Identifies the block within its network.
-        names: The parameters that it covers, wholly or in part.
-        rule: Origin of its gradients: ``"matrix"``, ``"embedding"``, ``"per channel"`` or ``"general"``.
-        index: ``[G, o, i]`` positions in the parameter vector. Or a function that returns them, to save eight bytes for
-            each weight until they are needed.
-        shape: The index's shape, where it is a function.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        names: tuple[str, ...],
-        rule: str,
-        index: Tensor | Callable[[], Tensor],
-        shape: Sequence[int] | None = None,
-    ):
-        self.key, self.names, self.rule, self._index = key, names, rule, index
-        groups, rows, columns = index.shape if isinstance(index, Tensor) else shape or ()
-        self.shape: tuple[int, int, int] = (groups, rows, columns)
-        self.n_entries = groups * rows * columns
-
-    @property
-    def index(self) -> Tensor:
-        """``[G, o, i]`` positions in the parameter vector."""
-        return self._index if isinstance(self._index, Tensor) else self._index()
-
-    @cached_property
-    def parameter_slices(self) -> ParameterSlices:
-        """Reads and writes the block's entries in parameter vectors."""
-        return ParameterSlices(self.index)
-
-    def gather(self, vector: Tensor) -> Tensor:
-        """The block's part of ``[…, P]`` vectors, ``[…, G, o, i]``."""
-        return self.parameter_slices.gather(vector)
-
-    def scatter_(self, vector: Tensor, values: Tensor) -> None:
-        """Write ``[…, G, o, i]`` values to their positions in ``[…, P]`` vectors."""
-        self.parameter_slices.scatter_(vector, values)
-
-    def __repr__(self) -> str:
-        return f"Layout({self.key!r}, {list(self.shape)})"
-
-
-def whole_layout(network: Network) -> Layout:
-    """One block that covers the parameter vector in its own order."""
-    total = network.n_parameters
-    return Layout("all", network.parameter_names, GENERAL, partial(_counted, total), (1, 1, total))
-
-
-def _counted(total: int) -> Tensor:
-    return torch.arange(total)[None, None]
 
 
 class Structure(ABC):

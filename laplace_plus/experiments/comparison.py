@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import batches, metrics
+from laplace_plus import metrics
 from laplace_plus.errors import NoGainWarning
 from laplace_plus.experiments.settings import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import batches
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.predictive import Prediction, from_samples
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_plus.calibration import CalibratedPosterior
-from laplace_plus.conformal import ConformalPosterior
+from laplace_plus.applications.calibration import CalibratedPosterior
+from laplace_plus.applications.conformal import ConformalPosterior
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments.run import trained_model
 from laplace_plus.experiments.settings import PredictSettings, load_object, make

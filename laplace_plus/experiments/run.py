@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_plus import plotting
 from laplace_plus._version import __version__
+from laplace_plus.applications import plotting
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments.comparison import Classified, Data, Outcome, Regressed, compare
 from laplace_plus.experiments.digits import load_digits, train_network

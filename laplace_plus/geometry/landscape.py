@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.curvature.linearization import Checked
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.network.linearization import Checked
 
 Scalar = Callable[[Tensor], Tensor]
 """From ``[P]`` to a 0-d tensor."""

@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from laplace_plus import _memory, batches
-from laplace_plus.batches import Batch
-from laplace_plus.curvature.gradients import forward_parts, pieces
-from laplace_plus.curvature.linearization import Linearization, linearize
+from laplace_plus import _memory
 from laplace_plus.curvature.operators import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
-from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError, warn
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network import batches
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.differentiability import differentiable_kernels
+from laplace_plus.network.gradients import forward_parts, pieces
+from laplace_plus.network.linearization import Linearization, linearize
+from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 256 * 2**20

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from typing_extensions import override
 
-from laplace_plus import batches
-from laplace_plus.batches import Batch
-from laplace_plus.curvature.linearization import Checked
-from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.geometry.landscape import gradients
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.linalg import lanczos
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network import exact_arithmetic
+from laplace_plus.network import batches
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.differentiability import differentiable_kernels
+from laplace_plus.network.linearization import Checked
+from laplace_plus.network.network import exact_arithmetic
 
 Way = Literal["recorded", "mapped", "one by one"]
 

@@ -31,13 +31,13 @@ from backpack.extensions import (
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus import batches
-from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure, whole_layout
+from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
 from laplace_plus.integrations.foreign import ForeignBackend, Layer, Task
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
-from laplace_plus.network import Network
+from laplace_plus.network import batches
+from laplace_plus.network.gradients import Gradients, whole_layout
+from laplace_plus.network.network import Network
 from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
 
 # The extension for each kind and structure, and the attribute of a parameter under which it leaves its result.

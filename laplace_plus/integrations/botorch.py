@@ -17,11 +17,11 @@ from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor, nn
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.evidence.tangent import Tangent
-from laplace_plus.evidence.tuning import Tuner
 from laplace_plus.integrations.training import Standardised, train
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors import Posterior, get_posterior
+from laplace_plus.tuning.base import Tuner
+from laplace_plus.tuning.tangent import Tangent
 
 __all__ = ["LaplaceSurrogate"]
 

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from laplace_plus import batches
 from laplace_plus._memory import slices
 from laplace_plus.curvature.base import KINDS
-from laplace_plus.curvature.calls import EmbeddingCall
-from laplace_plus.curvature.structures import Curvature, KroneckerStructure, whole_layout
+from laplace_plus.curvature.structures import Curvature, KroneckerStructure
 from laplace_plus.integrations.foreign import ForeignBackend, Task
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network import batches
+from laplace_plus.network.calls import EmbeddingCall
+from laplace_plus.network.gradients import whole_layout
 from laplace_plus.structured import DenseBlock, KroneckerBlock
 
 with warnings.catch_warnings():

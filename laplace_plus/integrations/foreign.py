@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
-from laplace_plus.curvature.calls import Call
-from laplace_plus.curvature.capture import Capture, capture_batch
-from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.structures import MATRIX, Curvature, KroneckerStructure, Layout, Structure
+from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure
 from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import widen
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.calls import Call
+from laplace_plus.network.capture import Capture, capture_batch
+from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.network import Network
+from laplace_plus.structured.layout import MATRIX, Layout
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from laplace_plus.batches import TARGET_KEYS, split
 from laplace_plus.errors import CheckpointError, ConfigurationError, NotFittedError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
+from laplace_plus.network.batches import TARGET_KEYS, split
 from laplace_plus.posteriors import Posterior, load
 from laplace_plus.predictive import Prediction
 

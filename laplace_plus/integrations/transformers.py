@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from laplace_plus.batches import call, output_tensor
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
 from laplace_plus.likelihoods.base import widen
+from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.through import Through
 from laplace_plus.predictive import Prediction

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import Batch, DataSums, same_sum
 from laplace_plus.errors import CheckpointError
 from laplace_plus.io.files import is_there, read, write
 from laplace_plus.io.fingerprints import fingerprint
+from laplace_plus.network.batches import Batch, DataSums, same_sum
 
 PAUSE = 30.0
 """Seconds between two saves of a pass; as many times the last save's duration, where that is more than a second."""

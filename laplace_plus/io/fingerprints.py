@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.adapters import MERGED, adapter_state, adapter_tensors
 from laplace_plus.errors import NETWORK_ERRORS, CheckpointError
+from laplace_plus.network.adapters import MERGED, adapter_state, adapter_tensors
 
 _WHOLE, _SAMPLED = 4096, 512  # entries up to which all of a base's tensor is hashed, about how many of a larger one
 _OF_RUNS = re.compile("_|output_|return_|architectures|dtype|torch_dtype|transformers_version|use_(cache|return)")

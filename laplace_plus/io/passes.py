@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import Batch, DataSums, iterate
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.io.checkpoints import Checkpoint, Stage, identity, kept, packed, taking_up, unpacked
 from laplace_plus.io.fingerprints import _sha256, digest
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.batches import Batch, DataSums, iterate
 
 __all__ = ["Sums", "once", "resumable", "summed"]
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from laplace_plus import io
-from laplace_plus.batches import Batch, can_be_cut, cut, iterate, output_tensor
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import EmptyDataError, UnsupportedError, tried
-from laplace_plus.evidence.tuning import Tuner, TuningResult, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate, output_tensor
 from laplace_plus.posteriors.calls import Called
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.probing import check_deterministic
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.priors import LAYERWISE, Groups
+from laplace_plus.tuning.base import Tuner, TuningResult, resolve_tuner
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import batch_size, describe, inputs_of
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, EmptyDataError, UnsupportedError
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.arguments import require_generator
+from laplace_plus.network.batches import batch_size, describe, inputs_of
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.predicting import Predicting

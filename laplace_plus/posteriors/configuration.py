@@ -24,12 +24,12 @@ from laplace_plus.errors import (
     SelectionError,
     unknown_option,
 )
-from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.linalg.arguments import require_generator
-from laplace_plus.network import Network, exact_arithmetic, turn
+from laplace_plus.network.network import Network, exact_arithmetic, turn
+from laplace_plus.network.selection import Selection
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
-from laplace_plus.selection import Selection
+from laplace_plus.tuning.base import check_counts
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Option = TypeVar("Option")
@@ -38,7 +38,7 @@ Option = TypeVar("Option")
 def full_precision(method: Method) -> Method:
     """Run a posterior's method outside of autocast and inference mode, within its memory budget, one at a time.
 
-    See :func:`laplace_plus.network.exact_arithmetic`.
+    See :func:`laplace_plus.network.network.exact_arithmetic`.
     """
 
     @wraps(method)

@@ -30,5 +30,5 @@ class Diagonal(GaussianPosterior):
 
     @classmethod
     def from_variance(cls, model: nn.Module, variance: Any, likelihood: Any, **options: Any) -> Diagonal:
-        """``N(θ̂, diag(variance))``, from IVON's or Adam's state, say; see :func:`laplace_plus.uses.from_variance`."""
+        """``N(θ̂, diag(variance))``, from IVON's or Adam's state, say; see ``lp.uses.from_variance``."""
         return ADDED["from_variance"](model, variance, likelihood, cls=cls, **options)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.batches import to_device
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import (
@@ -24,9 +23,9 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.network.batches import to_device
+from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.configuration import check_positive as positive
 from laplace_plus.posteriors.moments import Moments
@@ -43,9 +42,10 @@ from laplace_plus.posteriors.sums import (
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, output_indices
-from laplace_plus.selection import tied_names
 from laplace_plus.structured import Factor
 from laplace_plus.structured.sampling import add_draws_
+from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner, check_choice, check_positive
+from laplace_plus.tuning.laplace import LaplaceModel
 
 MANY_LEVELS = 16
 """Most outputs that get noise levels of their own by default; each adds one component to the curvature."""
@@ -276,7 +276,7 @@ class GaussianPosterior(Moments):
         *,
         temperature: float | Tensor | None = None,
     ) -> Tensor:
-        """The Laplace evidence ``log p(D)``, in nats, constants included; see :mod:`laplace_plus.evidence`.
+        """The Laplace evidence ``log p(D)``, in nats, constants included; see :mod:`laplace_plus.tuning`.
 
         Arguments only ask: the posterior stays as it is. Differentiable in all three.
 
@@ -310,7 +310,7 @@ class GaussianPosterior(Moments):
         unit: Literal["example", "position"] = "example",
         progress: bool = False,
     ) -> Any:
-        """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.leave_one_out`.
+        """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.tuning`.
 
         Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean
         depends on the prior of training, the covariance on the posterior's own.
@@ -326,7 +326,7 @@ class GaussianPosterior(Moments):
             progress: Whether to show a progress bar.
 
         Returns:
-            :class:`~laplace_plus.leave_one_out.LeaveOneOutPredictions`.
+            :class:`~laplace_plus.tuning.LeaveOneOutPredictions`.
 
         Raises:
             NotFittedError: Before :meth:`fit`.

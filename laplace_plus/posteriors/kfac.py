@@ -9,12 +9,12 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend, KroneckerStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.linalg.arguments import require_count
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.selection import Selection
 from laplace_plus.structured import KroneckerBlock
+from laplace_plus.tuning.base import check_choice
 
 _KRONECKER = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
-from laplace_plus.curvature.calls import ExampleAxis
 from laplace_plus.errors import NETWORK_ERRORS, CheckpointError, ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
-from laplace_plus.network import Network, turn, unwrap
+from laplace_plus.network.calls import ExampleAxis
+from laplace_plus.network.network import Network, turn, unwrap
+from laplace_plus.network.selection import uses
 from laplace_plus.posteriors.probing import FAR_ROUNDING, difference, far_outputs, outputs_at, random_inputs
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.priors import Groups
-from laplace_plus.selection import uses
 
 WRAPPERS: dict[str, Callable[[Any, Any], Any]] = {}  # by the entry of the description that they are made from
 

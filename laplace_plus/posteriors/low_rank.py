@@ -17,24 +17,23 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.batches import Batch
 from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structure, curvature_operator
-from laplace_plus.curvature.gradients import forward_parts
-from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
-from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.results import PRODUCTS
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.gradients import forward_parts, whole_layout
+from laplace_plus.network.network import Network
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.sums import FitSums, sum_over_ranks
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.selection import Selection
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
+from laplace_plus.tuning.base import check_counts, check_positive
 
 
 class LowRank(GaussianPosterior):

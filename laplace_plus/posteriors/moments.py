@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.likelihoods.base import describe
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.registry import ADDED
-from laplace_plus.selection import Selection
 from laplace_plus.structured import Factor
+from laplace_plus.tuning.laplace import LaplaceModel
 
 
 class Moments(Posterior):
@@ -59,12 +59,12 @@ class Moments(Posterior):
     def penalty(self, parameters: nn.Module | Mapping[str, Tensor] | Tensor) -> Tensor:
         """``−log q(θ)`` without its constant, ``½ (θ − θ̂)ᵀ Σ⁻¹ (θ − θ̂)`` in nats, 0-d float64; differentiable.
 
-        The penalty of continual learning: :func:`laplace_plus.uses.penalty` has arguments and errors.
+        The penalty of continual learning: :func:`laplace_plus.applications.uses.penalty` has arguments and errors.
         """
         return ADDED["penalty"](self, parameters)
 
     def continue_on(self, model: nn.Module, *, parameters: Selection | None = None) -> Any:
-        """A posterior whose prior is this one, to be fitted to the next task; see ``laplace_plus.uses.continue_on``."""
+        """A posterior whose prior is this one, to be fitted to the next task; see ``lp.uses.continue_on``."""
         return ADDED["continue_on"](self, model, parameters=parameters)
 
     @full_precision

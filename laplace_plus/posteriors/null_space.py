@@ -19,17 +19,17 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.evidence import MarginalLikelihood, Tuner, TuningResult, Validation
-from laplace_plus.evidence.tuning import check_counts, check_positive, require_only
-from laplace_plus.evidence.validation import grid_settled
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import ProjectionMethod
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.projection.noise import ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
+from laplace_plus.tuning.base import check_counts, check_positive, require_only
+from laplace_plus.tuning.validation import grid_settled
 
 _WHY = "The projection passes over the data again and again."
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, require_free
-from laplace_plus.batches import batch_size, inputs_of, signature_of
-from laplace_plus.curvature.gradients import forward_parts
-from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError, unknown_option
-from laplace_plus.evidence.tuning import check_choice, check_counts
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network.batches import batch_size, inputs_of, signature_of
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.deviations import MOST_SAMPLES, EstimatedPosterior, moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
+from laplace_plus.tuning.base import check_choice, check_counts
 
 Method = Literal["linearized", "sampled"]
 

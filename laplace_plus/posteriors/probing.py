@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus import batches
 from laplace_plus.errors import NETWORK_ERRORS, ModelChangedError, UnsupportedError, tried
-from laplace_plus.network import Network
+from laplace_plus.network import batches
+from laplace_plus.network.network import Network
 
 _KEPT, _TENSOR = 256, "random tensor"  # outputs that are kept, evenly spread; how a tensor's description starts
 _FAR = 256.0, 16.0  # in ranges: how far inputs reach, or else the second

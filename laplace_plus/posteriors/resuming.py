@@ -12,18 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import io
-from laplace_plus.batches import Batch, DataSums
 from laplace_plus.curvature import Curvature
-from laplace_plus.curvature.gradients import forward_parts
-from laplace_plus.curvature.structures import Layout
 from laplace_plus.errors import CheckpointError
-from laplace_plus.evidence.tangent_model import TangentOptimum
-from laplace_plus.evidence.tuning import TuningResult
 from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, identity, kept, packed, taking_up, unpacked
 from laplace_plus.io.passes import resumable
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Operator
+from laplace_plus.network.batches import Batch, DataSums
+from laplace_plus.network.gradients import forward_parts
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.moments import Moments
 from laplace_plus.posteriors.registry import ADDED
@@ -33,6 +30,9 @@ from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.priors import Groups
 from laplace_plus.structured import Block
 from laplace_plus.structured.gram_sum import GramSum
+from laplace_plus.structured.layout import Layout
+from laplace_plus.tuning.base import TuningResult
+from laplace_plus.tuning.tangent_model import TangentOptimum
 
 
 class FitStart(NamedTuple):

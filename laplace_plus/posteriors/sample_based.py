@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus.curvature import Curvature, backend_class
-from laplace_plus.curvature.structures import Layout
 from laplace_plus.distributed import Distributed, OwnedSum, gathered, resolve_group
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.posteriors.configuration import Configured, full_precision
@@ -20,6 +19,7 @@ from laplace_plus.posteriors.probing import probe
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.structured.blocks import block_from_tensors
+from laplace_plus.structured.layout import Layout
 
 
 class Stored(Configured):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from laplace_plus.curvature import Curvature
-from laplace_plus.curvature.structures import Layout
 from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, sum_
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.blocks import block_from_tensors
 from laplace_plus.structured.eigen import DecomposedBlock, DiagonalOutputBlock
 from laplace_plus.structured.gram_sum import DiagonalSum, GramSum
+from laplace_plus.structured.layout import Layout
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
 _SUMMABLE = {

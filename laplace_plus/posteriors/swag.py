@@ -23,18 +23,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from laplace_plus import batches
 from laplace_plus._memory import require_free, require_room
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.gradients import forward_parts
-from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.linalg.arguments import require_count
-from laplace_plus.network import Network, unwrap
+from laplace_plus.network import batches
+from laplace_plus.network.gradients import forward_parts, whole_layout
+from laplace_plus.network.linearization import ADModes
+from laplace_plus.network.network import Network, unwrap
+from laplace_plus.network.selection import Selection, refine
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.predicting import Method
@@ -42,9 +41,9 @@ from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
-from laplace_plus.selection import Selection, refine
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
+from laplace_plus.tuning.base import check_counts, check_positive
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""

@@ -9,11 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.batches import batch_size, call, can_be_cut, cut, describe, inputs_of, output_tensor, signature_of
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network import Network
+from laplace_plus.network.batches import (
+    batch_size,
+    call,
+    can_be_cut,
+    cut,
+    describe,
+    inputs_of,
+    output_tensor,
+    signature_of,
+)
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.predicting import Predicting
 from laplace_plus.posteriors.storing import Stored

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from laplace_plus.batches import same_sum
 from laplace_plus.errors import DataError
+from laplace_plus.network.batches import same_sum
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from laplace_plus.evidence.tuning import TuningResult
+from laplace_plus.tuning.base import TuningResult
 
 
 @dataclass(frozen=True, kw_only=True)

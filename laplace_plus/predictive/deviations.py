@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, slices
-from laplace_plus.batches import batch_size
-from laplace_plus.curvature.gradients import forward_parts
-from laplace_plus.curvature.linearization import ADModes, linearize
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
-from laplace_plus.network import Network
+from laplace_plus.network.batches import batch_size
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.linearization import ADModes, linearize
+from laplace_plus.network.network import Network
 from laplace_plus.predictive.linearized import (
     QUICK_BYTES,
     FunctionalPosterior,

@@ -17,20 +17,20 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from laplace_plus import batches
 from laplace_plus._memory import budget, chunk_bytes, require_free, require_room, slices
-from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import Gradients, bytes_per_example, pieces, same_outputs
 from laplace_plus.curvature.native import output_layer_gradients
-from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs, shape_text, unknown_link
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.likelihoods.normal import is_full
-from laplace_plus.network import Network
+from laplace_plus.network import batches
+from laplace_plus.network.capture import Capture
+from laplace_plus.network.gradients import Gradients, bytes_per_example, pieces, same_outputs
+from laplace_plus.network.network import Network
 from laplace_plus.predictive.prediction import Prediction, RandomSource, from_samples
 from laplace_plus.structured import Factor
+from laplace_plus.structured.layout import GENERAL, Layout
 
 MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances: covariances would take C times the

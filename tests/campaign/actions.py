@@ -25,8 +25,8 @@ from campaign.cases import (
 from torch import Tensor, nn
 
 import laplace_plus as lp
-from laplace_plus import uses
-from laplace_plus.constraints import (
+from laplace_plus.applications import uses
+from laplace_plus.applications.constraints import (
     NullSpaceOptimizer,
     Sparse,
     asymmetry,
@@ -37,7 +37,7 @@ from laplace_plus.constraints import (
     project,
     value,
 )
-from laplace_plus.reconstruction import ImagePosterior, differences, expected_absolute
+from laplace_plus.applications.reconstruction import ImagePosterior, differences, expected_absolute
 from laplace_plus.testing import assert_untouched, snapshot
 
 Action = Callable[[Any, Path], Any]

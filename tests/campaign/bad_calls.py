@@ -9,6 +9,7 @@ from campaign.bad_input import NAN, Case, Documented, Kinds, network, with_entry
 
 import laplace_plus as lp
 from laplace_plus import linalg, metrics
+from laplace_plus.applications.training import train_marginal_likelihood
 from laplace_plus.curvature import register_backend
 from laplace_plus.geometry import (
     LossLandscape,
@@ -20,7 +21,6 @@ from laplace_plus.geometry import (
     noise_field,
 )
 from laplace_plus.linalg import Status
-from laplace_plus.training import train_marginal_likelihood
 
 A = torch.diag(torch.arange(1.0, 4.0, dtype=torch.float64))
 V = torch.ones(3, dtype=torch.float64)

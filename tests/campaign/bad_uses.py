@@ -12,9 +12,9 @@ from campaign.bad_input import INF, NAN, Case, Documented, Kinds, network, with_
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus import constraints, uses
-from laplace_plus.constraints import NullSpaceOptimizer, Sparse
-from laplace_plus.reconstruction import FilterCovariance, ImagePosterior, differences, expected_absolute
+from laplace_plus.applications import constraints, uses
+from laplace_plus.applications.constraints import NullSpaceOptimizer, Sparse
+from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior, differences, expected_absolute
 
 
 def gaussian(c: Case) -> Any:

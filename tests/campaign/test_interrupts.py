@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import laplace_plus as lp
 from laplace_plus.errors import LaplacePlusError
-from laplace_plus.network import turn
+from laplace_plus.network.network import turn
 from laplace_plus.testing import assert_untouched, snapshot
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import laplace_plus as lp
-from laplace_plus.constraints import asymmetry
+from laplace_plus.applications.constraints import asymmetry
 from laplace_plus.geometry.curvature import estimate_scalar_curvature, scalar_curvature
 from laplace_plus.linalg import diagonal, slq_logdet, slq_trace, trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from laplace_plus.constraints import NullSpaceOptimizer
+from laplace_plus.applications.constraints import NullSpaceOptimizer
 
 
 class Vector(nn.Module):

@@ -7,7 +7,15 @@ import torch
 from constraints.networks import flat, mlp, periodic_problem
 from torch import nn
 
-from laplace_plus.constraints import NullSpaceOptimizer, asymmetry, conservative, equivariant, periodic, project, value
+from laplace_plus.applications.constraints import (
+    NullSpaceOptimizer,
+    asymmetry,
+    conservative,
+    equivariant,
+    periodic,
+    project,
+    value,
+)
 from laplace_plus.errors import ConvergenceWarning
 
 # -- closed forms of the constraints -----------------------------------------------------------------------------------

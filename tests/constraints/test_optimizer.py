@@ -9,7 +9,7 @@ import torch
 from constraints.networks import Quadratic, flat, mlp, periodic_problem, sgd, train
 from torch import nn
 
-from laplace_plus.constraints import (
+from laplace_plus.applications.constraints import (
     NullSpaceOptimizer,
     Sparse,
     conservative,

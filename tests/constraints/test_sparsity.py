@@ -7,7 +7,7 @@ import torch
 from constraints.networks import flat, mlp, periodic_problem, train
 from torch import nn
 
-from laplace_plus.constraints import NullSpaceOptimizer, Sparse, project
+from laplace_plus.applications.constraints import NullSpaceOptimizer, Sparse, project
 from laplace_plus.errors import ConfigurationError
 
 

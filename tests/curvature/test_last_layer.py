@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.curvature.capture import Capture
 from laplace_plus.likelihoods import Categorical
+from laplace_plus.network.capture import Capture
 
 CLASSES = [
     lp.Full,

@@ -10,11 +10,11 @@ from problems import whole_tensors
 from torch import Tensor, nn
 
 import laplace_plus as lp
-from laplace_plus.batches import Batch
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.linalg.results import PRODUCTS
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import Network
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 

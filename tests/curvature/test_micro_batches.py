@@ -8,11 +8,11 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus._memory import budget, memory_budget, parse_bytes
-from laplace_plus.batches import Batch, can_be_cut, cut
-from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.curvature.operators import GGNOperator, JacobianOperator
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch, can_be_cut, cut
+from laplace_plus.network.gradients import micro_batches
+from laplace_plus.network.network import Network
 
 
 def convolutional() -> nn.Module:

@@ -43,7 +43,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.testing import assert_untouched, snapshot
 
 

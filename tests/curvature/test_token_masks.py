@@ -15,11 +15,11 @@ from zoo.architecture import imported
 
 import laplace_plus as lp
 from laplace_plus._memory import memory_budget
-from laplace_plus.batches import Batch
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.curvature.accumulation import token_mask
 from laplace_plus.likelihoods import Categorical
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import Network
 
 LENGTHS = (5, 2, 3, 1, 5)
 LONGEST = max(LENGTHS)

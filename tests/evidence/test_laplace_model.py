@@ -11,8 +11,8 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus import _memory
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.evidence import laplace as laplace_module
 from laplace_plus.structured import log_determinants
+from laplace_plus.tuning import laplace as laplace_module
 
 
 def ekfac(*args, **kwargs):

@@ -12,7 +12,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
-from laplace_plus.evidence import noise_from_residuals
+from laplace_plus.tuning import noise_from_residuals
 
 
 def linear(n, size, outputs=1, noise=0.3, seed=0):

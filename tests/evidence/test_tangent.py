@@ -23,8 +23,8 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.evidence import TangentModel, tangent_optimum
 from laplace_plus.priors import Groups
+from laplace_plus.tuning import TangentModel, tangent_optimum
 
 LOG_2PI = math.log(2 * math.pi)
 

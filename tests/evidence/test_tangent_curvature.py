@@ -9,8 +9,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.evidence import TangentModel
-from laplace_plus.evidence.tangent_curvature import curvature_at
+from laplace_plus.tuning import TangentModel
+from laplace_plus.tuning.tangent_curvature import curvature_at
 
 
 def problem(task="classification", n=80):

@@ -11,7 +11,7 @@ from laplace_plus._memory import memory_budget
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.geometry import FunctionLandscape, LossLandscape, kinks
 from laplace_plus.geometry.loss import MovedNetwork
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 
 DTYPE = torch.float64
 

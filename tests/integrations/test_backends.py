@@ -11,7 +11,6 @@ from problems import whole_tensors
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.batches import Batch
 from laplace_plus.curvature import (
     Backend,
     BackPack,
@@ -27,7 +26,8 @@ from laplace_plus.curvature import (
 )
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import Network
 from laplace_plus.structured.blocks import block_from_tensors
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 

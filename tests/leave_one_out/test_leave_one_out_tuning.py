@@ -12,7 +12,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError
-from laplace_plus.leave_one_out import LeaveOneOutTuning
+from laplace_plus.tuning import LeaveOneOutTuning
 
 
 @cache

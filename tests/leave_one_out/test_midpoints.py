@@ -13,8 +13,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import NoGainWarning
-from laplace_plus.leave_one_out import auto
-from laplace_plus.leave_one_out import midpoints as midpoints_module
+from laplace_plus.tuning import auto
+from laplace_plus.tuning import midpoints as midpoints_module
 
 
 @pytest.mark.parametrize("limit", [{}, {"KEPT": 30 * 30 / 2}, {"budget": lambda device: 16 * 30 * 30 / 2}])

@@ -11,11 +11,11 @@ from leave_one_out_problems import Dense, linear_problem
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.batches import Batch
 from laplace_plus.errors import NoGainWarning
-from laplace_plus.leave_one_out import training_end as end_module
-from laplace_plus.leave_one_out.predictions import thinned
-from laplace_plus.leave_one_out.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
+from laplace_plus.network.batches import Batch
+from laplace_plus.tuning import training_end as end_module
+from laplace_plus.tuning.left_out_predictions import thinned
+from laplace_plus.tuning.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

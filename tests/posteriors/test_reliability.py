@@ -25,7 +25,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.example_gradients import per_example_gradients
+from laplace_plus.network.example_gradients import per_example_gradients
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(12) % 3

@@ -13,9 +13,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.evidence.objective import updated_noise
 from laplace_plus.linalg import draw_probes
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.sampled.effective_dimension import (
     LARGEST_STEP,
@@ -26,6 +25,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 )
 from laplace_plus.posteriors.sampled.objective import PriorUnits, TangentCurvature, largest_eigenvalue
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
+from laplace_plus.tuning.objective import updated_noise
 
 
 def randn(*shape, seed=0):

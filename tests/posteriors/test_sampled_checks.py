@@ -9,8 +9,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import CheckpointError, ConvergenceWarning, DataError
-from laplace_plus.evidence.groups import with_floor
 from laplace_plus.priors import Groups
+from laplace_plus.tuning.groups import with_floor
 
 
 def problem():

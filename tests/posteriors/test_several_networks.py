@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace_plus.errors import InputError
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.testing import assert_untouched, snapshot
 
 

@@ -22,7 +22,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.linalg.null_space import LSMRProjection
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
 from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import MeanTraining

@@ -10,7 +10,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ModelChangedError
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
 
 
 def problem():

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
-from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
+from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors import predicting
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.deviations import pushed

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.applications.reconstruction import FilterCovariance
+from laplace_plus.applications.reconstruction.filters import Filters
 from laplace_plus.errors import ConfigurationError, SelectionError
-from laplace_plus.network import Network
-from laplace_plus.reconstruction import FilterCovariance
-from laplace_plus.reconstruction.filters import Filters
+from laplace_plus.network.network import Network
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior
 from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
@@ -21,7 +22,6 @@ from laplace_plus.errors import (
     OperatorError,
     SelectionError,
 )
-from laplace_plus.reconstruction import FilterCovariance, ImagePosterior
 
 DOUBLE = {"dtype": torch.float64}
 PRIOR = FilterCovariance(torch.tensor([0.7, 1.5, 0.4]), torch.tensor([0.5, 1.0, 2.0]))
@@ -127,7 +127,7 @@ def test_posterior_covariance_is_the_conditional_one():
 
 
 def test_variances_in_parts_are_the_same(monkeypatch):
-    monkeypatch.setattr("laplace_plus.reconstruction.linearized_image._ROWS_BYTES", 1)
+    monkeypatch.setattr("laplace_plus.applications.reconstruction.linearized_image._ROWS_BYTES", 1)
     posterior = fitted()
     torch.testing.assert_close(posterior.variance().flatten(), posterior.covariance().diagonal())
     whole = fitted()

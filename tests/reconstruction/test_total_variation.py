@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior, differences, expected_absolute
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.reconstruction import FilterCovariance, ImagePosterior, differences, expected_absolute
 
 DOUBLE = {"dtype": torch.float64}
 

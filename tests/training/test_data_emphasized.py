@@ -12,9 +12,9 @@ from torch.testing import assert_close
 from training.problems import LinearOracle, classes, classifier, linear_data, loader
 
 import laplace_plus as lp
+from laplace_plus.applications.training.data_emphasized import emphasis_of
 from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError
 from laplace_plus.priors import Groups
-from laplace_plus.training.data_emphasized import emphasis_of
 
 QUICK = {"epochs": 4, "optimizer_options": {"lr": 0.02}}
 

@@ -10,8 +10,8 @@ from torch import nn
 from training.problems import classes, classifier
 
 import laplace_plus as lp
-from laplace_plus.batches import Batch
-from laplace_plus.training.objective import TrainingObjective
+from laplace_plus.applications.training.objective import TrainingObjective
+from laplace_plus.network.batches import Batch
 
 
 def regression(n=50, outputs=3):

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import laplace_plus as lp
-from laplace_plus.uses import influence, self_influence
+from laplace_plus.applications.uses import influence, self_influence
 
 
 def linear_problem(n=20, seed=0, cls=lp.Full):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import laplace_plus as lp
-from laplace_plus.uses import prune, saliency
+from laplace_plus.applications.uses import prune, saliency
 
 NOISE, PRIOR, PRIOR_MEAN = 0.3, 2.0, 0.2
 

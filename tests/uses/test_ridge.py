@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from laplace_plus.applications.uses import ridge_left_out
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Dense, lsmr
-from laplace_plus.uses import ridge_left_out
 
 EXACT = {"atol": 1e-14, "btol": 1e-14, "conlim": 0.0}
 N, M = 60, 40

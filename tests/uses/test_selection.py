@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import laplace_plus as lp
-from laplace_plus.uses import select
+from laplace_plus.applications.uses import select
 
 
 def problem(likelihood="regression", outputs=1, hidden=5):

@@ -12,7 +12,7 @@ from torch import nn
 from zoo.architectures import Architecture, each, each_typical, named, take
 
 import laplace_plus as lp
-from laplace_plus.batches import call, output_tensor
+from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.structured import DenseBlock, DiagonalBlock
 
 N, FIRST, PRIOR = 5, 3, 0.5

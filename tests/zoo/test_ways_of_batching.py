@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 import laplace_plus as lp
-from laplace_plus.batches import call
+from laplace_plus.network.batches import call
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,7 @@ from typing_extensions import override
 
 from laplace_plus._memory import budget, is_given, require_room
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import Batch, batch_size
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.gradients import forward_parts, pieces
 from laplace_plus.errors import (
     ConfigurationError,
     NoGainWarning,
@@ -31,11 +29,11 @@ from laplace_plus.errors import (
     UnsupportedError,
     warn,
 )
-from laplace_plus.evidence import Tuner, TuningResult, Validation
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
 from laplace_plus.io.checkpoints import count_of
-from laplace_plus.leave_one_out.predictions import INTERPOLATION
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
+from laplace_plus.network.batches import Batch, batch_size
+from laplace_plus.network.gradients import forward_parts, pieces
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.predicting import Method
@@ -43,7 +41,9 @@ from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_gener
 from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import Prediction, from_samples
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import Tuner, TuningResult, Validation
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive, require_only, tunes_noise
+from laplace_plus.tuning.left_out_predictions import INTERPOLATION
 
 _WHY = "Fine-tuning passes over the data again and again."
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.resuming import stage_generator
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 Objective = Literal["posterior", "likelihood"]
 Reduction = Literal["mean", "sum"]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, unknown_option
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 Negatives = Literal["derangement", "shuffle"]
 Projection = Literal["auto", "none", "principal"]

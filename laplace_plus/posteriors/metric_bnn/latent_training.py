@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.evidence.tuning import check_positive
 from laplace_plus.io.checkpoints import Checkpoint, packed, taking_up, unpacked
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.posteriors.metric_bnn.latent_model import (
@@ -28,6 +27,7 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
 from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.structured.blocks import check_forms
+from laplace_plus.tuning.base import check_positive
 
 _SAVED = 100
 """Epochs between checkpoints: some seconds of work."""

@@ -19,14 +19,13 @@ from typing_extensions import override
 
 from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.gradients import loss_gradient
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError, warn
-from laplace_plus.evidence import Tuner, TuningResult, Validation
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.network.gradients import loss_gradient
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.metric_bnn.exploration import (
     ExplorationReport,
@@ -45,7 +44,8 @@ from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import Prediction, from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import Tuner, TuningResult, Validation
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive, require_only, tunes_noise
 
 _WHY = "Particles are refined by many passes over the data."
 

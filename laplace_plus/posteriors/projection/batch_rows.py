@@ -12,13 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import Batch
 from laplace_plus.curvature.output_roots import OutputRoot, column_root, gradient_root
-from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.lsmr import LeastSquaresSolution
 from laplace_plus.linalg.null_space import project_null_space
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.differentiability import differentiable_kernels
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.rows import Rows, check_rows, inverse_lengths
 
 _DENSE_ROWS, _DENSE_ENTRIES = 512, 2**24

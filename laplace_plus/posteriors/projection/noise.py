@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError, warn
-from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network import Network
+from laplace_plus.network.linearization import ADModes
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
 from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.structured.blocks import check_forms
+from laplace_plus.tuning.base import check_counts
 
 _TOGETHER = 8
 """Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""

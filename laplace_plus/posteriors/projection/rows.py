@@ -8,15 +8,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import iterate
-from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, JacobianOperator
 from laplace_plus.curvature.output_roots import gradient_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Diagonal, Operator
-from laplace_plus.network import Network
+from laplace_plus.network.batches import iterate
+from laplace_plus.network.gradients import micro_batches
+from laplace_plus.network.network import Network
 
 Rows = Literal["logit", "ggn", "loss"]
 """All outputs, what the curvature sees of them, or each example's loss."""

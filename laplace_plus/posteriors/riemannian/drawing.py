@@ -13,11 +13,11 @@ from torch import Tensor
 from laplace_plus._memory import budget, require_room
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
 from laplace_plus.geometry.geodesic import check_settings
 from laplace_plus.io.checkpoints import Checkpoint, Part, Stage
 from laplace_plus.linalg import draw_probes
+from laplace_plus.tuning.base import check_counts
 
 _GROUP = 32
 """Geodesics that advance together, if memory allows; an interruption loses at most so many."""

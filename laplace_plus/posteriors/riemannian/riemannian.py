@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, UnsupportedError, warn
-from laplace_plus.evidence import Tuner, TuningResult, fitted_data
-from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import LossLandscape, PathStatus
 from laplace_plus.geometry.integration import failures
 from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.io.checkpoints import Checkpoint, identity
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network import unwrap
+from laplace_plus.network.linearization import ADModes, Linearization
+from laplace_plus.network.network import unwrap
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -40,7 +39,8 @@ from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, Exponenti
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.priors import GaussianPrior
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import Tuner, TuningResult, fitted_data
+from laplace_plus.tuning.base import check_counts
 
 WHY = "Samples along the loss surface come from many passes over the data."
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import slices
-from laplace_plus.evidence.objective import updated_precision
 from laplace_plus.linalg.arguments import require_choice
 from laplace_plus.linalg.results import jackknife, standard_error
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
+from laplace_plus.tuning.objective import updated_precision
 
 Estimator = Literal["ratio", "function", "weight"]
 SampledMethod = Literal["mackay", "em"]

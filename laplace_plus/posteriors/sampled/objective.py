@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.batches import Batch
 from laplace_plus.curvature import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import Network, exact_arithmetic
 
 Rows = Callable[[Tensor], Tensor]
 """A linear function of row vectors ``[k, n]``."""

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.batches import same_sum
 from laplace_plus.curvature import Backend, Native
-from laplace_plus.curvature.gradients import forward_parts
-from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError, warn
-from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.evidence.tuning import check_counts, tunes_noise
 from laplace_plus.io import digest
 from laplace_plus.io.checkpoints import Checkpoint, identity
 from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.network.batches import same_sum
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.linearization import ADModes
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.resuming import ResumableFit
 from laplace_plus.posteriors.sample_based import SampleBased
@@ -42,7 +41,8 @@ from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
 from laplace_plus.posteriors.sampled.tuning import Alternation, SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import Tuner, TuningResult
+from laplace_plus.tuning.base import check_counts, tunes_noise
 
 __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 

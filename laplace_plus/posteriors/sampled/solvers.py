@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus import batches
 from laplace_plus._progress import progress_bar
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.curvature.structures import Curvature
@@ -23,7 +22,8 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import require_finite
 from laplace_plus.linalg.nystrom import nystrom
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network import batches
+from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Rows, Solved, TangentCurvature
 
 State = Mapping[str, Tensor]

@@ -26,11 +26,6 @@ from torch import Tensor
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
-from laplace_plus.evidence import TuningResult
-from laplace_plus.evidence.groups import check_structure, chosen_groups, with_floor
-from laplace_plus.evidence.objective import updated_noise
-from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
 from laplace_plus.io.checkpoints import Checkpoint, packed, unpacked
 from laplace_plus.likelihoods import Likelihood
@@ -46,6 +41,11 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import TangentProblem
 from laplace_plus.priors import GaussianPrior, Groups
+from laplace_plus.tuning import TuningResult
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive
+from laplace_plus.tuning.groups import check_structure, chosen_groups, with_floor
+from laplace_plus.tuning.objective import updated_noise
+from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 _SCALING_DRAWS = 4
 """Random vectors for each batch that estimate the diagonal of a g-prior; their mean's relative error is at most

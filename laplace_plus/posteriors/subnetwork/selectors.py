@@ -19,10 +19,10 @@ from typing_extensions import override
 from laplace_plus.distributed import Group
 from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.selection import Selection, refine, select
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
-from laplace_plus.selection import Selection, refine, select
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.distributed import broadcast_
 from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.network.capture import capture_batch
+from laplace_plus.network.selection import Selection, refine
 from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, selector_from_config
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.selection import Selection, refine
 
 
 class Subnetwork(GaussianPosterior):

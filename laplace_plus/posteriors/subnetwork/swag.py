@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus import batches
 from laplace_plus._memory import require_room
 from laplace_plus._progress import progress_bar
-from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
-from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
-from laplace_plus.network import Network
+from laplace_plus.network import batches
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.network import Network
+from laplace_plus.tuning.base import check_counts
 
 
 @dataclass(frozen=True)

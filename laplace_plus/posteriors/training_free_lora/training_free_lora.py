@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus._memory import is_given
-from laplace_plus.adapters import adapter_pairs
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.gradients import forward_parts
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
+from laplace_plus.network.adapters import adapter_pairs
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
-from laplace_plus.selection import Selection
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""

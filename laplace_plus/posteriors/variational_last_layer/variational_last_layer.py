@@ -11,17 +11,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus._memory import budget, require_free, require_room
-from laplace_plus.batches import DataSums
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import bytes_per_example, pieces
 from laplace_plus.curvature.linear_head import head_features, head_rows
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, tunes_noise
 from laplace_plus.likelihoods.base import check_outputs, doubt_logits, widen
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.likelihoods.student_t import StudentTNoise
+from laplace_plus.network.batches import DataSums
+from laplace_plus.network.capture import Capture
+from laplace_plus.network.gradients import bytes_per_example, pieces
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import MANY_LEVELS
@@ -31,7 +30,8 @@ from laplace_plus.posteriors.variational_last_layer.bounds import Bound, resolve
 from laplace_plus.posteriors.variational_last_layer.conjugate import Regression, Solution
 from laplace_plus.posteriors.variational_last_layer.gaussians import HISTORY, Gaussians, climb
 from laplace_plus.predictive import linearized
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import Tuner, TuningResult
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive, tunes_noise
 
 _OPTIONS = "mean", "covariance", "bound", "n_samples", "noise", "noise_shape", "max_iterations"
 

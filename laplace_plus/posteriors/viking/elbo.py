@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import Batch, iterate
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch, iterate
+from laplace_plus.network.network import Network
 
 Expectation = Literal["linearized", "sampled"]
 """Whether the expected log-likelihood is that of the linearised network or of the network itself."""

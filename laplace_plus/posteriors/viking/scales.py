@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget
-from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
-from laplace_plus.network import Network
+from laplace_plus.network.linearization import ADModes
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, mirrored, of_networks
 from laplace_plus.predictive.deviations import pushed
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 
 @dataclass(frozen=True)

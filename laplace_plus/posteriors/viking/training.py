@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.io.checkpoints import Checkpoint, Part, count_of, packed, unpacked
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.network import Network
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
@@ -44,6 +43,7 @@ from laplace_plus.posteriors.viking.elbo import (
     terms_from_tensor,
     terms_to_tensor,
 )
+from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,10 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
-from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.evidence.tuning import check_choice, require_only
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
-from laplace_plus.leave_one_out.auto import TOLERANCE
-from laplace_plus.leave_one_out.predictions import INTERPOLATION
 from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
-from laplace_plus.network import Network
+from laplace_plus.network.network import Network
+from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import check_positive, common_arguments, full_precision, resolve_option
 from laplace_plus.posteriors.projection.noise import NoiseReport, ProjectedNoise, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
@@ -35,7 +32,10 @@ from laplace_plus.posteriors.viking.scales import BoundAtMean, ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive import from_samples
 from laplace_plus.predictive.deviations import pushed
-from laplace_plus.selection import Selection
+from laplace_plus.tuning import Tuner, TuningResult
+from laplace_plus.tuning.auto import TOLERANCE
+from laplace_plus.tuning.base import check_choice, require_only
+from laplace_plus.tuning.left_out_predictions import INTERPOLATION
 
 AFFORDABLE = 1e11
 """Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""

@@ -1,0 +1,457 @@
+"""Calibrated class probabilities: from training data alone, or by scaling outputs on held-out data.
+
+The recipe by leave-one-out, for a network trained with weight decay, in the notation of
+:mod:`laplace_plus.tuning.left_out_predictions`:
+
+1. Compute leave-one-out outputs ``f₋ₙ`` at ``κ α₀``, where ``α₀`` is the prior precision of training.
+2. Let ``T`` minimise the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no
+   covariance can repair. Predictions are then ``p(y | f/T)``.
+3. Otherwise predict with the covariance ``s V(α₀)``, where ``s`` in [0, 1] minimises the leave-one-out loss of ``f₋ₙ``
+   and ``s V₋ₙ(α₀)``.
+
+``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots retraining.
+Leverages of the last layer alone are lower bounds, so the losses come out too low. A ``T < 1`` from them is therefore
+not used, and predictions are the network's own. Networks that interpolate their training data are refused: gradients
+vanish there, and leaving out is blind.
+
+With held-out data, :mod:`laplace_plus.applications.scaling` has the formulas.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import scipy
+import torch
+from torch import Tensor, nn
+
+from laplace_plus import io
+from laplace_plus.applications.scaling import fit_scaling, scaled
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    UnsupportedError,
+    warn,
+)
+from laplace_plus.io.passes import once, resumable
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.base import checked_log_density
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.batches import can_be_cut, cut, iterate
+from laplace_plus.network.network import Network
+from laplace_plus.posteriors import GaussianPosterior, Posterior, load
+from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.loading import WRAPPERS
+from laplace_plus.predictive import Prediction, from_functional
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
+from laplace_plus.priors import as_hyperparameter
+from laplace_plus.tuning import fitted_data
+from laplace_plus.tuning.base import check_choice, check_positive
+from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Leverages
+
+Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
+"""Trains a new network on some batches of the training data."""
+
+TEMPERATURES = (1 / 8, 8.0)
+"""Range of the search for a temperature, a factor of 8 either way; an optimum at its ends gives a warning."""
+
+HELD_OUT = 0.2
+"""Share of the training data that a refit holds out, as in five-fold cross-validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport:
+    """What a calibration found.
+
+    Attributes:
+        rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), ``"network"`` (neither, where
+            T < 1 rests on leverages of the last layer), the fallbacks ``"refit"`` and ``"marginal_likelihood"``, or the
+            method that scaled outputs on held-out data.
+        fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
+        training_nll: Mean loss of the network on its training data, in nats.
+        leave_one_out_nll: Mean leave-one-out loss of the network itself; NaN where nothing was left out.
+        calibrated_nll: The same after calibration, minimised over one number; for ``"refit"`` the loss of the fold.
+        largest_leverage: At ``κ α₀``; NaN where nothing was left out.
+        kappa: The leverage factor.
+        converged: Whether T lies inside the searched range. For ``"refit"`` T = 1 counts as inside.
+        held_out_nll: Mean loss of the posterior on held-out data, before they scaled it.
+    """
+
+    rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood", "vector", "matrix"]
+    fitted_temperature: float = math.nan
+    training_nll: float = math.nan
+    leave_one_out_nll: float = math.nan
+    calibrated_nll: float = math.nan
+    largest_leverage: float = math.nan
+    kappa: float = math.nan
+    converged: bool = True
+    held_out_nll: float = math.nan
+
+
+@dataclass(eq=False, repr=False)
+class CalibratedPosterior:
+    """A posterior whose outputs are divided by a temperature, or whose covariance is scaled; see :func:`calibrate`.
+
+    Args:
+        posterior: The posterior, at the prior precision that its covariance is to have.
+        temperature: Divides the outputs.
+        covariance_scale: Multiplies their covariance.
+        link: The default of :meth:`predictive`.
+        report: How these were found.
+        weight: After the temperature: multiplies the outputs, ``[C]`` or ``[C, C]``; None for one.
+        bias: Is added to them, ``[C]``.
+
+    All arguments are attributes.
+    """
+
+    posterior: Posterior
+    _: KW_ONLY
+    temperature: float
+    covariance_scale: float
+    link: str
+    report: CalibrationReport
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __repr__(self) -> str:
+        scales = f"temperature={self.temperature:.4g}, covariance_scale={self.covariance_scale:.4g}"
+        return f"CalibratedPosterior({self.posterior!r}, {scales})"
+
+    def __copy__(self) -> CalibratedPosterior:
+        return replace(self, posterior=copy.copy(self.posterior))
+
+    def functional_posterior(
+        self, x: Any, *, joint: bool = False, outputs: Outputs = None, generator: torch.Generator | None = None
+    ) -> FunctionalPosterior:
+        """``N(f/T, s V/T²)`` and what weight and bias make of it; as of :meth:`Posterior.functional_posterior`.
+
+        With a weight ``[C, C]``, ``outputs`` must be None.
+        """
+        mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs, generator=generator)
+        scale = self.covariance_scale / self.temperature**2
+        if self.weight is not None and outputs is not None and (self.weight.dim() > 1 or outputs != "diagonal"):
+            what = "Scaled outputs need the covariances of all."
+            raise ConfigurationError(what, expected="outputs=None", got=repr(outputs))
+        return scaled(mean / self.temperature, covariance * scale, self.weight, self.bias)
+
+    def predictive(
+        self,
+        x: Any,
+        *,
+        link: str | None = None,
+        n_samples: int = 100,
+        joint: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The calibrated predictive distribution; arguments and errors as of :meth:`Posterior.predictive`.
+
+        Without a covariance, every link gives ``p(y | f/T)``, at the cost of a forward pass.
+        """
+        likelihood = self.posterior.likelihood
+        link = self.link if link is None else link
+        check_choice("link", link, likelihood.links)
+        if self.covariance_scale == 0:
+            link, mean = "probit", _outputs(self.posterior, x) / self.temperature
+            covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
+        else:
+            needed = None if joint or self.weight is not None else outputs_for(link, self.posterior.n_outputs)
+            mean, covariance = self.functional_posterior(x, joint=joint, outputs=needed, generator=generator)
+        options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
+        return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
+
+    def save(self, path: str | Path, **entries: Any) -> None:
+        """Write the posterior with its calibration, as one checkpoint; arguments and errors as of its own ``save``."""
+        header = {name: getattr(self, name) for name in ("temperature", "covariance_scale", "link")}
+        header |= {
+            name: None if own is None else own.tolist() for name, own in (("weight", self.weight), ("bias", self.bias))
+        }
+        # JSON has no NaN.
+        report = {key: None if value != value else value for key, value in asdict(self.report).items()}
+        self.posterior.save(path, calibration={**header, "report": report}, **entries)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> CalibratedPosterior:
+        """As :func:`laplace_plus.load`, which also reads what :meth:`save` wrote; and the two folders of 0.1.0."""
+        if (Path(path) / "calibration").is_dir():
+            found = load(Path(path) / "posterior", model, likelihood=likelihood)
+            return _calibrated(found, io.read(Path(path) / "calibration")[0].get("calibration"))
+        found = load(path, model, likelihood=likelihood)
+        if not isinstance(found, cls):
+            raise CheckpointError("No calibration was found.", expected="a folder that save() wrote", got=str(path))
+        return found
+
+
+def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
+    """What was saved; :class:`CheckpointError` for anything else."""
+    try:
+        report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
+        numbers: Any = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
+        check_choice("link", found["link"], posterior.likelihood.links)
+        check_positive(temperature=numbers["temperature"])
+        one = (posterior.n_outputs,)
+        shapes = {"weight": (one, 2 * one), "bias": (one,)}
+        scaling: Any = {name: torch.tensor(found[name], dtype=torch.float64) for name in shapes if found.get(name)}
+        for name, own in scaling.items():
+            if own.shape not in shapes[name] or not bool(own.isfinite().all()):
+                raise ValueError(f"{name} {list(own.shape)} for {one[0]} outputs")
+        return CalibratedPosterior(
+            posterior, **numbers, link=found["link"], report=CalibrationReport(**report), **scaling
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError("The saved calibration cannot be read.", got=repr(error)) from error
+
+
+WRAPPERS["calibration"] = _calibrated
+
+
+@resumable
+def calibrate(
+    posterior: Posterior,
+    data: Iterable[Any] | None = None,
+    method: Literal["leave_one_out", "temperature", "vector", "matrix"] = "leave_one_out",
+    *,
+    training_prior_precision: float | Tensor | None = None,
+    weight_decay: float | None = None,
+    kappa: float = 2.0,
+    leverages: Leverages = "own",
+    link: str | None = None,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    interpolation: float = INTERPOLATION,
+    fallback: Literal["raise", "marginal_likelihood"] = "raise",
+    refit: Refit | None = None,
+    progress: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> CalibratedPosterior:
+    """Calibrate a classifier; see :mod:`laplace_plus.applications.calibration`.
+
+    By default it leaves out training data, and needs the weight decay that the network was trained with. On small
+    networks it was level with, or ahead of, the network itself and a temperature fitted to validation data.
+
+    Args:
+        posterior: A fitted Gaussian posterior of a classifier, which is not changed. Its prior precision is not used.
+        data: The training data, by default those of the fit; for other methods held-out data.
+        method: ``"leave_one_out"``; or to scale outputs by held-out data, with one number (``"temperature"``), with two
+            for each output (``"vector"``), or with a matrix (``"matrix"``, for up to 64 outputs). Any classifier then
+            does, and of the arguments below only ``link``, ``n_samples``, ``generator`` and ``progress`` are taken.
+        training_prior_precision: ``α₀`` for the loss summed over the data: 0-d, ``[G]`` or ``[P]``.
+        weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (not AdamW) with the *mean* loss. Then
+            ``α₀ = N · weight_decay``, where N counts the terms of the mean: examples or positions that are not ignored,
+            times the outputs for several binary ones.
+        kappa: The leverage factor.
+        leverages: The curvature of leverages and displacements. ``"own"`` is the posterior's; leverages of KFAC and
+            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix. ``"last_layer"``
+            is that of the last layer, which gives lower bounds and never sharpens predictions.
+        link: For the tuning of s and for predictions; as for ``predictive``.
+        n_samples: Number of samples for ``"mc"``.
+        generator: Source of randomness.
+        interpolation: The mean training loss, in nats, below which the network counts as interpolating; 0 for never.
+        fallback: For networks that interpolate or have no weight decay: ``"raise"`` an error, or predict at the prior
+            precision of largest ``"marginal_likelihood"``, with ``s = T = 1``.
+        refit: Instead of the fallback, a function that trains a network on 80 % of the training data, given as a list
+            of batches, and returns it. ``T ≥ 1`` is fitted to the other 20 %; predictions have no covariance.
+        progress: Whether to show a progress bar.
+        checkpoint: A folder for finished parts of passes over data, and a refitted network's outputs; a call that finds
+            some goes on from them, to the same result. Data must come in the same order.
+
+    Returns:
+        A posterior with its own ``predictive``, and with ``.temperature``, ``.covariance_scale`` and ``.report``.
+
+    Raises:
+        NotFittedError: Before ``fit``.
+        CheckpointError: The checkpoint is of another posterior, other data, another order of them, or other arguments.
+        ConfigurationError: Unknown choices, or no weight decay.
+        UnsupportedError: No classifier, or one that interpolates its training data.
+        DataError: Other data than were fitted to.
+        NotPositiveDefiniteError: Leverages at or above one.
+
+    Warns:
+        ConvergenceWarning: T lies at an end of the searched range.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> x = torch.randn(100, 2, generator=generator)
+        >>> y = (x[:, 0] + torch.randn(100, generator=generator) > 0).long()
+        >>> model = nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> calibrated = lp.calibrate(lp.Full(model, "classification").fit([(x, y)]), weight_decay=0.1)
+        >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
+        ('temperature', True)
+    """
+    check_choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
+    if method != "leave_one_out":
+        if data is None or any(one is not None for one in (training_prior_precision, weight_decay, refit)):
+            expected, got = "data=held_out, and no prior of training", f"method={method!r}"
+            raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
+        _require_classifier(posterior, Posterior)
+        options: dict[str, Any] = {"n_samples": n_samples, "generator": generator, "progress": progress}
+        scaling = fit_scaling(posterior, data, method, link=link, **options)
+        found = {name: getattr(scaling, name) for name in ("calibrated_nll", "held_out_nll", "converged")}
+        report = CalibrationReport(rule=method, fitted_temperature=scaling.temperature, **found)
+        numbers: dict[str, Any] = {name: getattr(scaling, name) for name in ("temperature", "weight", "bias", "link")}
+        return CalibratedPosterior(copy.copy(posterior), covariance_scale=1.0, report=report, **numbers)
+    known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
+    _check(posterior, fallback, interpolation)
+    assert isinstance(posterior, GaussianPosterior)
+    link = posterior.likelihood.links[0] if link is None else link
+    check_choice("link", link, tuple(name for name in posterior.likelihood.links if name != "bridge"))
+    again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
+    training_nll, n_terms = _training_loss(posterior, again, progress)
+    own = copy.copy(posterior)  # shares the curvature and the network
+
+    def result(rule: Any, *, temperature: float = 1.0, scale: float = 0.0, **found: Any) -> CalibratedPosterior:
+        report = CalibrationReport(rule=rule, training_nll=training_nll, kappa=float(kappa), **found)
+        return CalibratedPosterior(own, temperature=temperature, covariance_scale=scale, link=link, report=report)
+
+    if not known or training_nll < interpolation:
+        if refit is not None:
+            fold = once("refit", lambda: _refitted_outputs(posterior, again, refit, generator))
+            fitted, loss, inside = _best_temperature(posterior.likelihood, fold, (1.0, 1e3))
+            found = {"fitted_temperature": fitted, "calibrated_nll": loss, "converged": inside}
+            return result("refit", temperature=fitted, **found)
+        if fallback == "marginal_likelihood":
+            own.fit_prior_precision("marginal_likelihood")
+            return result("marginal_likelihood", scale=1.0)
+        fix = (
+            'Pass fallback="marginal_likelihood" to predict with the marginal likelihood\'s prior precision, or refit= '
+            "to have a temperature fitted to a fold that a second training run did without."
+        )
+        if not known:
+            raise fitted_data.unknown_training_prior(fix)
+        what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
+        expected = f"a mean training loss of at least {interpolation:.3g} nats"
+        raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
+    if training_prior_precision is None:
+        assert weight_decay is not None
+        training_prior_precision = n_terms * weight_decay / float(posterior.temperature)
+    own.prior_precision = as_hyperparameter(training_prior_precision)
+    left = own.leave_one_out(again, kappa=kappa, leverages=leverages, progress=progress)
+    observations = left.likelihood.rows(left.mean.double(), left.targets)
+    fitted, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
+    found = {
+        "fitted_temperature": fitted,
+        "leave_one_out_nll": float(left.nll(link="probit", scale=0.0)),
+        "largest_leverage": float(left.leverages.max()),
+        "converged": inside,
+    }
+    if fitted >= 1:
+        seed = draw_seed(generator) if link == "mc" else 0
+
+        def left_out_loss(scale: float) -> float:  # with common random numbers
+            common = torch.Generator(device=left.mean.device).manual_seed(seed)
+            return float(left.nll(link=link, scale=scale, n_samples=n_samples, generator=common))
+
+        scale, loss = _minimum(left_out_loss, 0.0, 1.0)
+        return result("covariance", scale=scale, calibrated_nll=loss, **found)
+    if leverages == "last_layer":
+        return result("network", calibrated_nll=found["leave_one_out_nll"], **found)
+    return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
+
+
+def _require_classifier(posterior: Any, kind: Any) -> None:
+    if not isinstance(posterior, kind):
+        expected, got = f"a fitted {kind.__name__}, such as lp.KFAC", type(posterior).__name__
+        raise ConfigurationError("This cannot be calibrated.", expected=expected, got=got)
+    posterior.require_fit()
+    if not posterior.likelihood.is_classifier:
+        what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
+        fix = 'Use fit_prior_precision("leave_one_out"), which tunes precision and noise.'
+        raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
+
+
+def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
+    _require_classifier(posterior, GaussianPosterior)
+    check_choice("fallback", fallback, ("raise", "marginal_likelihood"))
+    if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
+        what = "interpolation must be a non-negative number."
+        raise ConfigurationError(what, expected="interpolation >= 0", got=repr(interpolation))
+
+
+@full_precision
+def _outputs(posterior: Posterior, x: Any) -> Tensor:
+    """The network's outputs ``[B, *, C]``, in at least float32."""
+    posterior.require_fit()
+    outputs = posterior.network.forward(posterior.network.receive(x))
+    require_outputs(outputs.shape, posterior.n_outputs, x)
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+
+@full_precision
+def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
+    """The network's mean loss on the data of the fit, and the number of terms that its mean has in training."""
+    model, network = posterior.laplace_model(), posterior.network
+    seen = fitted_data.survey(model, network, data, posterior.n_data, progress=progress, description="training loss")
+    if not seen.n_rows:
+        raise DataError("All targets are ignored.", expected="some that count", got="none")
+    return -float(model.log_likelihood()) / seen.n_rows, seen.n_entries
+
+
+def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Where a loss is least, and that loss: on a grid of 11 points, then around the best of them."""
+    best = min((low + (high - low) * number / 10 for number in range(11)), key=loss)
+    bounds = max(best - (high - low) / 10, low), min(best + (high - low) / 10, high)
+    found = scipy.optimize.minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    best = min((best, float(found.x)), key=loss)
+    return best, loss(best)
+
+
+def _best_temperature(
+    likelihood: Likelihood, observations: Sequence[Tensor], limits: tuple[float, float]
+) -> tuple[float, float, bool]:
+    """The temperature of least mean loss, that loss, and whether it lies inside the limits; T = 1 always does.
+
+    The observations are flattened outputs, their targets and weights.
+    """
+    flat, targets, weight = observations
+
+    def loss(logarithm: float) -> float:
+        densities = checked_log_density(likelihood, flat / math.exp(logarithm), targets)
+        return -float((densities * weight).sum() / weight.sum())
+
+    low, high = map(math.log, limits)
+    best, least = _minimum(loss, low, high)
+    inside = (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
+    if not inside:
+        message = f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched."
+        warn(message, ConvergenceWarning)
+    return math.exp(best), least, inside
+
+
+def _refitted_outputs(
+    posterior: GaussianPosterior, data: Iterable[Any], refit: Refit, generator: torch.Generator | None
+) -> list[Tensor]:
+    """Flattened outputs, targets and weights of a random fold, from a network trained on the rest of the data."""
+    source = "cpu" if generator is None else generator.device
+    order = torch.randperm(posterior.n_data, generator=generator, device=source).cpu()
+    is_held_out = torch.zeros(posterior.n_data, dtype=torch.bool)
+    is_held_out[order[: max(1, round(HELD_OUT * posterior.n_data))]] = True
+    kept: list[tuple[Any, Tensor]] = []
+    fold: list[tuple[Any, Tensor]] = []
+    start = 0
+    for batch in iterate(data, device=posterior.network.device, description="folds"):
+        size = len(batch.target)
+        if not can_be_cut(batch.inputs, size):
+            what, expected = "The training data cannot be cut.", "inputs with the examples along every first axis"
+            raise DataError(what, expected=expected, fix='Pass fallback="marginal_likelihood".')
+        own = is_held_out[start : start + size]
+        start += size
+        for part, chosen in ((kept, ~own), (fold, own)):
+            if number := chosen.nonzero().flatten().tolist():
+                part.append((cut(batch.inputs, number), batch.target[number]))
+    likelihood = posterior.likelihood
+    network = Network(refit(kept), "all", likelihood.arrange)
+    rows = [likelihood.rows(network.forward(inputs).double(), target) for inputs, target in fold]
+    return [torch.cat(column) for column in zip(*rows, strict=True)]

@@ -1,0 +1,280 @@
+"""Conformal prediction: sets of classes and intervals that hold a new target with a chosen probability.
+
+With scores ``s_1 … s_n`` of held-out data, the threshold q is the ``⌈(n + 1) level⌉``-th smallest, or ∞ beyond n. If
+those data and a new one are exchangeable, the new score is at most q with a probability of at least ``level``, whatever
+the posterior; without ties it is ``⌈(n + 1) level⌉ / (n + 1)`` (Vovk et al., 2005). A better posterior makes sets
+smaller. The probability is over all inputs, not at each, and nothing is promised for inputs of another distribution.
+
+Scores of a class k with probability ``p_k`` and rank ``r_k`` (1 for the most probable), with u uniform in [0, 1):
+
+* ``"threshold"``: ``1 − p_k`` (Sadinle et al., 2019);
+* ``"adaptive"``: ``Σ_{p_j > p_k} p_j + u p_k`` (Romano et al., 2020);
+* ``"regularized"``: that plus ``.01 max(0, r_k − 5)`` (Angelopoulos et al., 2021).
+
+Scores of a number y with predictive mean m, deviation s and central interval ``[a, b]`` at the level:
+
+* ``"scaled"``: ``|y − m| / s``; ``"residual"``: ``|y − m|``;
+* ``"quantile"``: ``max(a − y, y − b)`` (Romano et al., 2019).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.applications.calibration import CalibratedPosterior
+from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
+from laplace_plus.io import digest
+from laplace_plus.network.batches import batch_size, describe, iterate
+from laplace_plus.posteriors import GaussianPosterior, Posterior
+from laplace_plus.posteriors.loading import WRAPPERS
+from laplace_plus.predictive import Prediction
+from laplace_plus.tuning.base import check_choice
+
+CLASS_SCORES = ("threshold", "adaptive", "regularized")
+NUMBER_SCORES = ("scaled", "residual", "quantile")
+
+Grouping = Callable[[Any], Tensor]
+"""From a batch's inputs to the group of each example, integers ``[B]``."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ConformalPosterior:
+    """A posterior with thresholds for sets or intervals; see :func:`conformalize`. Predictions stay as they are.
+
+    Attributes:
+        posterior: The posterior, which must not be tuned or fitted again.
+        score: The name of the score.
+        level: The probability with which a new target is to be held.
+        thresholds: By group q ``[G]``, for numbers ``[G, C]``, float64 on the CPU; one group without ``by``.
+        by: None, ``"class"`` or a function of the inputs.
+        state: What the posterior was like.
+    """
+
+    posterior: Posterior | CalibratedPosterior
+    score: str
+    level: float
+    thresholds: Tensor
+    by: str | Grouping | None
+    state: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"ConformalPosterior({self.posterior!r}, score={self.score!r}, level={self.level})"
+
+    def __copy__(self) -> ConformalPosterior:
+        return replace(self, posterior=copy.copy(self.posterior))
+
+    def predictive(self, x: Any, **options: Any) -> Prediction:
+        """That of the posterior."""
+        return self.posterior.predictive(x, **options)
+
+    def predict_set(self, x: Any, *, generator: torch.Generator | None = None) -> Tensor:
+        """Which classes each input's set holds, boolean ``[B, *, C]``; a set may be empty.
+
+        ``generator`` is the source of randomness, of u too.
+
+        Raises:
+            UnsupportedError: The posterior is no classifier.
+            ConfigurationError: It was tuned or fitted again.
+        """
+        prediction = self._predict(x, CLASS_SCORES, generator)
+        scores = _class_scores(prediction, self.score, generator)
+        limits = self.thresholds if self.by == "class" else self._limits(x, len(scores))[:, None]
+        return (scores <= limits.to(scores)).view(*prediction.mean.shape[:-1], -1)
+
+    def interval(self, x: Any, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Both ends of each target's interval, ``[B, *, C]``; errors as of :meth:`predict_set`, for classes."""
+        prediction = self._predict(x, NUMBER_SCORES, generator)
+        mean = prediction.mean
+        limit = self._limits(x, mean[..., 0].numel()).to(mean).view(mean.shape)
+        if self.score == "quantile":
+            low, high = prediction.interval(self.level)
+            return low - limit, high + limit
+        limit = limit * prediction.std if self.score == "scaled" else limit
+        return mean - limit, mean + limit
+
+    def save(self, path: str | Path) -> None:
+        """Write the posterior with its thresholds, which :func:`laplace_plus.load` reads; errors as of its ``save``.
+
+        UnsupportedError for thresholds by a function, which cannot be stored.
+        """
+        if callable(self.by):
+            raise UnsupportedError("Groups by a function cannot be saved.", fix="Save the posterior alone.")
+        limits = [None if math.isinf(q) else q for q in self.thresholds.flatten().tolist()]  # JSON has no infinity
+        entry = {"score": self.score, "level": self.level, "by": self.by, "state": self.state}
+        entry |= {"thresholds": limits, "shape": list(self.thresholds.shape)}
+        self.posterior.save(path, conformal=entry)
+
+    def _predict(self, x: Any, scores: tuple[str, ...], generator: torch.Generator | None) -> Prediction:
+        if self.score not in scores:
+            method = "predict_set" if self.score in CLASS_SCORES else "interval"
+            raise UnsupportedError(f"The score {self.score!r} has none.", fix=f"Call {method}(x).")
+        now = _state(self.posterior)
+        if changed := [name for name, before in self.state.items() if now.get(name) != before]:
+            what, fix = "The posterior has changed, and its thresholds no longer hold.", "Call lp.conformalize again."
+            raise ConfigurationError(what, expected="the posterior as it was", got=f"another {changed[0]}", fix=fix)
+        return self.posterior.predictive(x, generator=generator)
+
+    def _limits(self, x: Any, n_rows: int) -> Tensor:
+        """The threshold of each row; ∞ for groups that were not seen."""
+        known = torch.cat([self.thresholds, torch.full_like(self.thresholds[:1], math.inf)])
+        return known[_groups_of(x, self.by, n_rows).clamp_max(len(self.thresholds))]
+
+
+def conformalize(
+    posterior: Posterior | CalibratedPosterior,
+    data: Iterable[Any],
+    *,
+    level: float = 0.9,
+    score: str | None = None,
+    by: str | Grouping | None = None,
+    progress: bool = False,
+    generator: torch.Generator | None = None,
+) -> ConformalPosterior:
+    """Sets or intervals with a guaranteed coverage, from held-out data; see :mod:`laplace_plus.applications.conformal`.
+
+    Args:
+        posterior: A fitted and tuned posterior, or a calibrated one. Tuning it again voids the result, which says so.
+        data: Held-out batches, which neither training nor tuning has seen.
+        level: The probability with which sets are to hold a new target, strictly between 0 and 1.
+        score: ``"threshold"`` (the default of classes), ``"adaptive"``, ``"regularized"``; ``"scaled"`` (of numbers),
+            ``"residual"``, ``"quantile"``.
+        by: Thresholds for groups, within each of which the level then holds (Mondrian): ``"class"``, or a function from
+            inputs to integers ``[B]`` from 0 on.
+        progress: Whether to show a progress bar.
+        generator: Source of randomness.
+
+    Raises:
+        NotFittedError: Before ``fit``.
+        ConfigurationError: Another score or level.
+        UnsupportedError: Several binary outputs.
+        DataError: No target that counts, soft labels, or groups that are none.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> posterior = lp.Full(torch.nn.Linear(1, 1), "regression").fit([(x, 2 * x)])
+        >>> low, high = lp.conformalize(posterior, [(x, 2 * x)], level=0.8).interval(x)
+        >>> float(((low <= 2 * x) & (2 * x <= high)).float().mean()) >= 0.8
+        True
+    """
+    inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
+    if not hasattr(inner, "require_fit"):
+        raise UnsupportedError("This is no posterior.", expected="such as lp.KFAC, fitted", got=type(inner).__name__)
+    likelihood = inner.likelihood
+    known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
+    score = known[0] if score is None else score
+    check_choice("score", score, known)
+    if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
+        raise ConfigurationError("The level is no probability.", expected="0 < level < 1", got=repr(level))
+    if by is not None and not callable(by):
+        check_choice("grouping", by, ("class",) if likelihood.is_classifier else ())
+    found, n_classes = [], 1
+    for batch in iterate(data, device=inner.network.device, progress=progress, description="conformal scores"):
+        prediction = posterior.predictive(batch.inputs, generator=generator)
+        likelihood.validate(prediction.functional_mean, batch.target)
+        _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
+        if likelihood.is_classifier:
+            each = _class_scores(prediction, score, generator)
+            if targets.numel() != len(each):
+                raise DataError("Soft labels have no score.", expected="class indices", got="probabilities")
+            labels, n_classes = targets.reshape(-1).long(), each.shape[1]
+            each = each.gather(1, labels[:, None])[:, 0]
+        else:
+            values = targets[..., 0] if targets.dim() > 2 else targets  # noqa: PLR2004 - given noise
+            each = _number_scores(prediction, values, score, level)
+        group = labels.cpu() if by == "class" else _groups_of(batch.inputs, by, len(each))
+        kept = weight > 0
+        found.append((each[kept].double().cpu(), group[kept.cpu()]))
+    scores, group = map(torch.cat, zip(*found, strict=True))
+    if not len(scores):
+        raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
+    n_groups = n_classes if by == "class" else 1 + int(group.max())
+    thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
+    for one in group.unique().tolist():
+        thresholds[one] = threshold(scores[group == one], level)
+    return ConformalPosterior(posterior, score, float(level), thresholds, by, _state(posterior))
+
+
+def threshold(scores: Tensor, level: float) -> Tensor:
+    """The ``⌈(n + 1) level⌉``-th smallest of scores ``[n, *]``, along their first axis; ∞ beyond n."""
+    rank = math.ceil((len(scores) + 1) * level - 1e-9)  # which rounding would lift
+    if rank > len(scores):
+        return scores.new_full(scores.shape[1:], math.inf)
+    return scores.sort(0).values[rank - 1]
+
+
+def _groups_of(x: Any, by: Any, n_rows: int) -> Tensor:
+    if not callable(by):
+        return torch.zeros(n_rows, dtype=torch.long)
+    groups, size = by(x), batch_size(x)
+    fits = isinstance(groups, Tensor) and groups.numel() == size
+    if not fits or not bool((groups.long().clamp(0, 2**24) == groups).all()):
+        what, expected = "The groups do not fit the inputs.", f"integers [{size}], from 0 to 2²⁴"
+        raise DataError(what, expected=expected, got=describe(groups))
+    return groups.flatten().long().cpu().repeat_interleave(n_rows // size)
+
+
+def _class_scores(prediction: Prediction, score: str, generator: torch.Generator | None) -> Tensor:
+    """The score of each class, ``[N, C]``."""
+    p = prediction.likelihood.class_probabilities(prediction.mean).double()
+    if len(p) != prediction.mean[..., 0].numel():
+        raise UnsupportedError("Several binary outputs have no set.", expected="one label for each observation")
+    if score == "threshold":
+        return 1 - p
+    ordered = p.sort(descending=True).values
+    first = torch.searchsorted(-ordered, -p.contiguous())  # how many are more probable: equal ones share a rank
+    above = torch.nn.functional.pad(ordered.cumsum(1), (1, 0)).gather(1, first)
+    device = p.device if generator is None else generator.device
+    u = torch.rand(len(p), 1, generator=generator, device=device, dtype=p.dtype).to(p.device)
+    penalty = 0.01 * (first - 4).clamp_min(0) if score == "regularized" else 0.0
+    return above + u * p + penalty
+
+
+def _number_scores(prediction: Prediction, values: Tensor, score: str, level: float) -> Tensor:
+    """The score of each number, ``[N, C]``."""
+    values = values.view(prediction.mean.shape)
+    if score == "quantile":
+        low, high = prediction.interval(level)
+        found = torch.maximum(low - values, values - high)
+    else:
+        found = (values - prediction.mean).abs() / (prediction.std if score == "scaled" else 1.0)
+    return found.flatten(0, -2)
+
+
+def _state(posterior: Any) -> dict[str, str]:
+    inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
+    inner.require_fit()
+    own = {name: str(getattr(inner, name, None)) for name in ("n_data", "link", "covariance_scale", "predictive_mean")}
+    parts: dict[str, Tensor] = {}
+    if isinstance(inner, GaussianPosterior):
+        parts["data"] = inner.sums.statistics
+    elif isinstance(inner, Posterior):
+        with suppress(ConfigurationError):  # it has no state to save
+            parts = {f"fit's {name}": x.flatten()[:: 1 + x.numel() // 1024] for name, x in inner.state()[1].items()}
+    if inner is not posterior:
+        own["calibration"] = str([posterior.temperature, posterior.covariance_scale, posterior.link])
+        parts |= {name: x for name in ("weight", "bias") if (x := getattr(posterior, name)) is not None}
+    return {**inner.hyperparameter_digests(), **own, **{name: digest(x) for name, x in parts.items()}}
+
+
+def _restored(posterior: Any, entry: Any) -> ConformalPosterior:
+    try:
+        limits = [math.inf if q is None else float(q) for q in entry["thresholds"]]
+        thresholds = torch.tensor(limits, dtype=torch.float64).view(entry["shape"])
+        check_choice("score", entry["score"], CLASS_SCORES + NUMBER_SCORES)
+        own = entry["score"], float(entry["level"]), thresholds, entry["by"], dict(entry["state"])
+        return ConformalPosterior(posterior, *own)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError("The saved thresholds cannot be read.", got=repr(error)) from error
+
+
+WRAPPERS["conformal"] = _restored

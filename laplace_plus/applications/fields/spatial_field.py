@@ -1,0 +1,383 @@
+"""Laplace over a displacement of a field's inputs (Goli et al., 2024, "Bayes' Rays", arXiv:2309.03185)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from laplace_plus._memory import chunk_bytes, require_free, slices
+from laplace_plus.applications.fields.displaced import Displaced, Render, pieces, rows
+from laplace_plus.applications.fields.grid import Grid
+from laplace_plus.curvature import Backend, Curvature, Layout, Native, Structure
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.base import check_finite, check_outputs
+from laplace_plus.likelihoods.categorical import independent_variances
+from laplace_plus.network.batches import Batch, batch_size, cut, describe
+from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
+from laplace_plus.network.selection import Selection
+from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
+from laplace_plus.structured import DenseBlock, DiagonalBlock
+from laplace_plus.tuning.base import Tuner, check_choice, check_positive
+from laplace_plus.tuning.validation import Validation
+
+PARAMETER = "displacement"
+
+AUTHORS_PRECISION, AUTHORS_RANGE = 1e-4, (1e-3, 1e6)
+"""The authors' prior precision times G^d, and the interval to which they clip u; its start is their background."""
+
+
+@dataclass(frozen=True)
+class Vertices(Structure):
+    """One number, or one d × d block, for each vertex."""
+
+    name: Literal["diagonal", "block"]
+
+
+class SpatialField(GaussianPosterior):
+    """Uncertainty of a trained radiance field, or any function of coordinates, as a displacement of its inputs.
+
+    The model is ``f(x + D_θ(x))``. D interpolates vectors θ_v at the ``V = (G + 1)^d`` vertices of a grid; one more
+    stands for all that is outside of the box. θ = 0 is the trained field. With ``J_v = ∂C/∂θ_v`` of what a ray renders,
+    summed over its samples, and the likelihood's curvature Λ, the precision of θ_v is ``Σ_rays J_vᵀ Λ J_v`` plus the
+    prior's, in 1/length². Where no ray says anything, the field may be moved freely. A fit takes one pass over the
+    rays, with one backward pass for each channel.
+
+    Predictions are of rendered rays; without a renderer, of the model's outputs: mean ``f(x)``, epistemic variance
+    ``∂f/∂x Σ_u(x) ∂f/∂xᵀ``. The curvature is that of multilinear weights w. Queries, predictions and samples take
+    ``w / ‖w‖``, as the authors do: between independent vertices the field would otherwise seem better known than there.
+    The evidence always grows with the prior precision, as the mean is the prior's: it tunes none, but compares noise
+    levels. Held-out rays tune the precision, ``fit_prior_precision("validation", data=...)``.
+
+    Args:
+        model: The trained field; :func:`laplace_plus.load` takes it, too.
+        likelihood: That of the rendered outputs, such as ``lp.Gaussian(noise_std)``.
+        box: Its lower and upper corner, ``[2, d]``, d = 1, 2 or 3. Points outside of it keep the prior.
+        resolution: G, the number of cells along each axis.
+        render: ``render(rays, displace) -> [R, C]``. It calls ``displace(x)`` on its sample points ``[R, ..., d]`` and
+            the model on the result. It must be deterministic, and rays must not depend on each other. By default the
+            model is called at the displaced inputs ``[R, d]``. Not stored: set ``posterior.field.render`` once loaded.
+        structure: ``"diagonal"``, the authors': one precision for each vertex, the trace of its d × d block, which is
+            that along the best known direction; or ``"block"``, the block itself.
+        paper_scale: Whether queries of points (:meth:`std`, ...) are on the authors' scale,
+            ``Σ_v = 1 / (H_v / R + 1e-4 / G^d)`` at unit noise, R rays; predictions and evidence are not.
+        prior_precision: By default that of a standard deviation of one cell's longest edge, beyond which D may fold.
+        parameters, prior_mean, backend: Only ``"all"``, 0 and ``"native"`` with the exact Gauss-Newton curvature.
+        temperature, memory_budget: As for :class:`Posterior`.
+
+    Raises:
+        ConfigurationError: Another box, structure, renderer, selection, prior mean or backend.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(0, 1, 20)[:, None]
+        >>> model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> field = lp.SpatialField(model, lp.Gaussian(0.1), box=[[0.0], [2.0]], resolution=4).fit([(x, x.sin())])
+        >>> field.std(torch.tensor([[0.5], [1.9], [7.0]]))[1:]  # no ray has been there: the prior
+        tensor([0.5000, 0.5000])
+    """
+
+    over_ranks = is_resumable = False
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
+
+    _covariance_cache: tuple[Any, Tensor] | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        box: Any,
+        resolution: int = 64,
+        render: Render | None = None,
+        structure: Literal["diagonal", "block"] = "diagonal",
+        paper_scale: bool = False,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor | None = None,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
+    ):
+        check_choice("structure", structure, ("diagonal", "block"))
+        _require(isinstance(model, nn.Module), "model", "a trained torch.nn.Module", model)
+        _require(render is None or callable(render), "render", "render(rays, displace) -> [R, C]", render)
+        _require(str(parameters) in ("all", f"['{PARAMETER}']"), "parameters", '"all": displacements', parameters)
+        self.grid, self.structure, self.paper_scale = Grid.of(box, resolution), Vertices(structure), bool(paper_scale)
+        if prior_precision is None:
+            edges = (high - low for low, high in zip(self.grid.lower, self.grid.upper, strict=True))
+            prior_precision = (resolution / max(edges)) ** 2
+        common = {**common_arguments(locals()), "parameters": [PARAMETER]}
+        refuse_unsuitable(unwrap(model))
+        require_free(8 * self.grid.n_vertices * self.grid.d, "The grid", torch.device("cpu"), "Lower the resolution.")
+        super().__init__(Displaced(unwrap(model), self.grid, render), likelihood, **common)
+        self.model = self.field.model
+        _require(not self.prior_mean.any(), "prior_mean", "0, as the trained field is not displaced", prior_mean)
+        _require(self.backend.config() == Native().config(), "backend", '"native", the exact Gauss-Newton', backend)
+
+    @property
+    def field(self) -> Displaced:
+        """The field as a function of its displacement; a loaded posterior waits for ``field.render`` to be set."""
+        return cast(Displaced, self.network.model)
+
+    @override
+    def options(self) -> dict[str, Any]:
+        sizes = {"box": [[*self.grid.lower], [*self.grid.upper]], "resolution": self.grid.resolution}
+        return {**sizes, "structure": self.structure.name, "paper_scale": self.paper_scale}
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    @override
+    def fit_batches(self, data: Iterable[Any], *, update: bool, progress: bool, generator: Any = None) -> None:
+        """Add up the curvature of the vertices over batches ``(rays, targets)``."""
+        before, seen = self.sums if update else None, torch.zeros((), dtype=torch.long)
+        add = partial(self._accumulate, seen)
+        sums, _ = self._total(data, before, progress=progress, generator=generator, accumulate=add)
+        if not seen:
+            fix = "Give the box that the field was trained in, in the units of its coordinates."
+            expected = f"points from {list(self.grid.lower)} to {list(self.grid.upper)}"
+            raise DataError("No sample point of any ray is in the box.", expected=expected, fix=fix)
+        self.adopt(sums if before is None else before.plus(sums), self.network.vector())
+        if self.field.render is not None:
+            self._example = None  # random rays would tell little of the field
+
+    def _accumulate(
+        self,
+        seen: Tensor,
+        total: Curvature | None,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Curvature, Tensor]:
+        """Add a batch's curvature, as a backend's method does, and the number of its derivatives to ``seen``."""
+        d, n, blocks = self.grid.d, self.grid.n_vertices + 1, self.structure.name == "block"
+        sums = torch.zeros(likelihood.n_noise, n, *(d, d) * blocks, dtype=network.dtype, device=network.device)
+        outputs = []
+        for some in pieces(network, batch.inputs, len(batch.target)):
+
+            def combine(values: Tensor, target: Tensor = batch.target[some]) -> Tensor:
+                likelihood.validate(values, target)
+                observed, targets, weight = likelihood.rows(values, target)
+                return likelihood.output_root(observed, targets) * weight[:, None, None].to(values.dtype)
+
+            found = rows(network, cut(batch.inputs, some) if some.stop else batch.inputs, combine)
+            outputs.append(found.outputs)
+            inside = found.vertex < n - 1
+            values, vertex = found.values[inside].to(network.dtype), found.vertex[inside]
+            seen += len(vertex)
+            check_finite(values, "Derivatives of the rendered outputs by the sample points")
+            groups = likelihood.output_groups(values.shape[1]).to(values.device)
+            for k in range(likelihood.n_noise):
+                own = values[:, groups == k]
+                sums[k].index_add_(0, vertex, own.mT @ own if blocks else own.square().sum((1, 2)))
+        layout = Layout(PARAMETER, (PARAMETER,), "per vertex", torch.arange(n * d).view(n, 1, d))
+        block = DenseBlock(sums, (n, 1, d)) if blocks else DiagonalBlock(sums[:, :, None, None].repeat(1, 1, 1, d))
+        curvature = Curvature([(layout, block)])
+        return curvature if total is None else total.add_(curvature), torch.cat(outputs)
+
+    @property
+    def vertex_curvature(self) -> Tensor:
+        """H at unit noise, of each vertex its trace ``[G + 1, ...]`` or its block ``[G + 1, ..., d, d]``."""
+        block: Any = self.sums.curvature.blocks[0][1]
+        each = block.matrix if self.structure.name == "block" else block.values[..., 0, 0]
+        return each.sum(0)[:-1].unflatten(0, (self.grid.resolution + 1,) * self.grid.d)
+
+    # -- predictions ---------------------------------------------------------------------------------------------------
+
+    @override
+    @full_precision
+    def functional_posterior(
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+        n_samples: int | None = None,
+    ) -> FunctionalPosterior:
+        """As of :class:`Posterior`, exact; with ``n_samples`` as of :class:`GaussianPosterior`."""
+        if n_samples is not None:
+            options: Any = {"differentiable": differentiable, "generator": generator, "n_samples": n_samples}
+            return super().functional_posterior(x, joint=joint, outputs=outputs, **options)
+        self.require_fit()
+        wants_variances(outputs, joint)  # refuses other texts
+        x = self.network.receive(x)
+        if not (size := batch_size(x)):
+            raise DataError("There is nothing to predict.", expected="at least one ray", got=describe(x))
+        if not (joint or differentiable) and len(parts := [*pieces(self.network, x, size)]) > 1:
+            own = outputs if isinstance(outputs, Tensor) and outputs.ndim > 1 else None  # for each ray
+            every = [self.functional_posterior(cut(x, p), outputs=outputs if own is None else own[p]) for p in parts]
+            return FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
+        mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
+        check_outputs(mean)
+        if outputs is not None and not isinstance(outputs, str):
+            chosen = output_indices(outputs, mean.shape).to(mean.device).expand(size, -1)
+            mean = mean.gather(-1, chosen)
+            slopes = slopes.gather(1, chosen[ray][..., None].expand(-1, -1, self.grid.d))
+        moved = slopes @ self._vertex_covariance().to(slopes.dtype)[vertex]  # [·, K, d]
+        if joint:  # every ray's derivatives side by side, at the vertices that any of them touches, some at a time
+            n = mean.numel()
+            require_free(n**2 * slopes.element_size(), "A joint covariance", mean.device, "Pass fewer rays at a time.")
+            found, (touched, place) = slopes.new_zeros(n, n), vertex.unique(return_inverse=True)
+            each = 4 * n * self.grid.d * slopes.element_size()
+            for some in slices(len(touched), each, chunk_bytes(mean.device, of_caches=16)):
+                inside = (place >= some.start) & (place < some.stop)
+                where = ray[inside], place[inside] - some.start
+                empty = slopes.new_zeros(size, some.stop - some.start, *slopes.shape[1:])
+                left, right = (
+                    empty.index_put(where, part[inside]).transpose(1, 2).reshape(n, -1) for part in (moved, slopes)
+                )
+                found = found.addmm_(left, right.mT)
+            return FunctionalPosterior(mean, found.view(*mean.shape, *mean.shape))
+        products = (moved * slopes).sum(-1) if outputs == "diagonal" else moved @ slopes.mT
+        found = products.new_zeros(size, *products.shape[1:]).index_add(0, ray, products)
+        return FunctionalPosterior(mean, independent_variances(mean, found) if outputs == "independent" else found)
+
+    @override
+    def leave_one_out(self, *args: Any, **options: Any) -> Any:
+        """UnsupportedError: the curvature is that of another interpolation than the predictions'."""
+        fix = 'Compare predictions on held-out rays: fit_prior_precision("validation", data=...).'
+        raise UnsupportedError("A spatial field has no leave-one-out predictions.", fix=fix)
+
+    @full_precision
+    def covariance(self, x: Tensor) -> Tensor:
+        """Covariance ``[..., d, d]`` of the displacement at points ``[..., d]``, in units of length².
+
+        ``Σ_u(x) = Σ_v w_v² Σ_v / Σ_v w_v²`` over the corners v of the cell; outside of the box, the prior's.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            DataError: Points of another dimension.
+            NonFiniteError: NaN or Inf among them.
+        """
+        return self._at(x, lambda covariance: covariance)
+
+    @full_precision
+    def std(self, x: Tensor) -> Tensor:
+        """Standard deviation ``[...]`` of the displacement at points ``[..., d]``, in units of length.
+
+        It is that along the direction in which the field is known best: for a seen surface, along its normal. Errors
+        as of :meth:`covariance`.
+        """
+        return self._at(x, self._least)
+
+    def _least(self, covariance: Tensor) -> Tensor:
+        """The smallest standard deviation of ``[n, d, d]``."""
+        if self.structure.name == "diagonal":
+            return covariance.diagonal(dim1=-2, dim2=-1).amin(-1).sqrt()
+        return torch.linalg.eigvalsh(covariance)[:, 0].clamp_min(0).sqrt()
+
+    def _at(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A function of the displacement's covariances at points, a chunk at a time."""
+        self.require_fit()
+        own, device = self._vertex_covariance(scaled=self.paper_scale), self.network.device
+        flat = self.grid.check(x).detach().to(own).reshape(-1, self.grid.d)
+        check_finite(flat, "The points")
+        parts = [function(own[:0])]
+        for some in slices(len(flat), 2**self.grid.d * (80 + 8 * self.grid.d**2), chunk_bytes(device, of_caches=16)):
+            index, weights = self.grid.spread(flat[some])
+            parts.append(function(torch.einsum("nk,nkij->nij", weights.square(), own[index])))
+        found = torch.cat(parts)
+        return found.view(*x.shape[:-1], *found.shape[1:])
+
+    def _vertex_covariance(self, *, scaled: bool = False) -> Tensor:
+        """Σ_v, ``[V + 1, d, d]``; if ``scaled``, on the authors' scale."""
+        if scaled:
+            prior = self.mean.new_tensor(AUTHORS_PRECISION / self.grid.resolution**self.grid.d)
+            noise = None if self.noise_std is None else torch.ones_like(self.noise_std)
+            factors = self.laplace_model().factor_sets([(prior, noise)], prior.new_tensor(self.n_data))[0]
+            return factors[PARAMETER].covariance()
+        factor = self.factors()[PARAMETER]
+        if self._covariance_cache is None or self._covariance_cache[0] is not factor:
+            self._covariance_cache = factor, factor.covariance()
+        return self._covariance_cache[1]
+
+    @full_precision
+    def render_uncertainty(
+        self, weights: Tensor, x: Tensor, *, compositing: Literal["log", "variance"] = "log"
+    ) -> Tensor:
+        """One standard deviation for each pixel, from those of the samples along its ray, in units of length.
+
+        ``"log"``, the authors' choice, is ``10^(Σ_s w_s log₁₀ u(x_s))``: a geometric mean, which no sample dominates,
+        and the standard deviation of nothing. ``"variance"`` is ``(Σ_s w_s u(x_s)²)^½``, that of a point drawn along
+        the ray with probabilities w. The background, of weight ``1 − Σ_s w_s``, has the smallest u of all vertices; on
+        the authors' scale 10⁻³, and the result is clipped to 10⁻³ … 10⁶.
+
+        Args:
+            weights: The renderer's weights of the samples ``[..., S]``, at least 0, with a sum of at most 1.
+            x: The samples' positions ``[..., S, d]``.
+            compositing: ``"log"`` or ``"variance"``; the result is ``[...]``.
+
+        Raises:
+            ConfigurationError: Another compositing.
+            DataError: Weights that do not fit the points, are negative, or sum to more than 1.
+        """
+        check_choice("compositing", compositing, ("log", "variance"))
+        u = self.std(x)
+        fits = isinstance(weights, Tensor) and weights.shape == u.shape and u.ndim > 0
+        weights = weights.detach().to(u) if fits else u.new_full((1,), -1)
+        rest = 1 - weights.sum(-1, keepdim=True)
+        if not bool((weights >= 0).all() and (rest >= -1e-3).all()):  # so that NaN fails too
+            expected = f"numbers {list(u.shape)} of at least 0, with a sum along the last axis of at most 1"
+            raise DataError("These are no weights of the samples.", expected=expected, got=describe(weights))
+        least = self._least(self._vertex_covariance()[:-1]).min()
+        background = u.new_tensor(AUTHORS_RANGE[0]) if self.paper_scale else least
+        u, weights = torch.cat([u, background.expand_as(rest)], -1), torch.cat([weights, rest.clamp_min(0)], -1)
+        found = 10 ** (weights * u.log10()).sum(-1) if compositing == "log" else (weights * u.square()).sum(-1).sqrt()
+        return found.clamp(*AUTHORS_RANGE) if self.paper_scale else found
+
+    @full_precision
+    def mask(self, threshold: float, x: Tensor | None = None) -> Tensor:
+        """Where the field is known, ``std(x) <= threshold``, as booleans to multiply densities with.
+
+        They are for points ``[..., d]``, or without any for the vertices, ``[G + 1, ...]``. The threshold is a length;
+        the authors' τ is its ``log₁₀``, on their scale. ConfigurationError unless it is positive.
+        """
+        check_positive(threshold=threshold)
+        if x is not None:
+            return self.std(x) <= threshold
+        self.require_fit()
+        known = self._least(self._vertex_covariance(scaled=self.paper_scale)[:-1]) <= threshold
+        return known.view((self.grid.resolution + 1,) * self.grid.d)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
+        render = self.field.render
+        super().load_state_dict(state)
+        self.field.render = render or self.field.render
+        return self
+
+    @override
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        header, tensors = super().state()
+        return {**header, "rendered": self.field.render is not None}, tensors
+
+    @override
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        super().restore(header, tensors)
+        if [layout.key for layout, _ in self.sums.curvature] != [PARAMETER]:
+            raise ValueError("blocks of another kind")
+        if header.get("rendered"):
+            self.field.render = _missing
+
+
+def _missing(rays: Any, displace: Any) -> Any:
+    """In place of a renderer, which is not stored."""
+    fix = "Set posterior.field.render to the function that it was fitted with."
+    raise ConfigurationError("This posterior was loaded without its renderer.", fix=fix)
+
+
+def _require(holds: Any, name: str, expected: str, got: Any) -> None:
+    if not holds:
+        raise ConfigurationError(f"SpatialField takes another {name}.", expected=expected, got=repr(got))

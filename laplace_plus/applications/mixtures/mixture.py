@@ -1,0 +1,282 @@
+"""Mixtures of posteriors: ``p(y | x) = Σ_m w_m p_m(y | x)``.
+
+With one posterior for each of several networks trained from different starts, these are the mixtures of Laplace
+approximations of Eschenhagen et al. (2021, arXiv:2111.03577). Moments follow from the law of total variance: with
+``m̄ = Σ w_m E_m[y]`` the epistemic variance is ``Σ w_m (epistemic_m + (E_m[y] − m̄)²)``. The mutual information of the
+target with the member and its network is ``H[p] − Σ w_m (H[p_m] − I_m)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, MixtureSameFamily, Normal
+
+from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnsupportedError, warn
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.base import describe
+from laplace_plus.network.batches import iterate
+from laplace_plus.predictive import Prediction
+from laplace_plus.tuning.base import check_choice
+
+_NEARLY_ALL = 0.99
+"""Weight of one member from which a warning says that the mixture is that member."""
+
+_TOLERANCE, _MOST = 1e-10, 10_000
+"""Of the weights by held-out data: change of the mean log-probability in nats, and steps."""
+
+
+class Member(Protocol):
+    """What a mixture takes: a posterior, fitted and tuned, or anything else that predicts."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """How targets are distributed."""
+
+    def predictive(self, x: Any, **options: Any) -> Prediction:
+        """The predictive distribution."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MixturePrediction(Prediction):
+    """The mixture of predictions of the same inputs; everything of :class:`~laplace_plus.Prediction`, differentiable.
+
+    Attributes:
+        predictions: Those of the members, M of them.
+        weights: ``[M]``, which sum to one.
+    """
+
+    predictions: tuple[Prediction, ...] = ()
+    weights: Tensor = torch.ones(0)
+
+    def _average(self, each: Sequence[Tensor]) -> Tensor:
+        return torch.tensordot(self.weights.to(each[0]), torch.stack(list(each)), 1)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """``Σ w_m E_m[y]``, ``[B, *, C]``."""
+        return self._average([each.mean for each in self.predictions])
+
+    @cached_property
+    def standard_error(self) -> Tensor:
+        """Of :attr:`mean`, as members' errors are independent."""
+        errors = torch.stack([each.standard_error for each in self.predictions])
+        return torch.tensordot(self.weights.to(errors).square(), errors.square(), 1).sqrt()
+
+    @cached_property
+    def _spread(self) -> Tensor:
+        return self._average([(each.mean - self.mean).square() for each in self.predictions])
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """``Σ w_m (Var_m[y] + (E_m[y] − m̄)²)``, ``[B, *, C]``."""
+        return self._average([each.variance for each in self.predictions]) + self._spread
+
+    @property
+    def epistemic(self) -> Tensor:
+        """``Σ w_m (epistemic_m + (E_m[y] − m̄)²)``, ``[B, *, C]``."""
+        return self._average([each.epistemic for each in self.predictions]) + self._spread
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """``Σ w_m aleatoric_m``, ``[B, *, C]``."""
+        return self._average([each.aleatoric for each in self.predictions])
+
+    @cached_property
+    def functional_samples(self) -> Tensor:
+        """Samples of the members' outputs, ``[S, B, *, C]``, as many of each as its weight says."""
+        ends = (self.weights.double().cumsum(0) * self.n_samples).round().long()
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        drawn = [each.functional_samples for each in self.predictions]
+        return torch.cat([own[torch.arange(count) % len(own)] for own, count in zip(drawn, counts, strict=True)])
+
+    @cached_property
+    def _marginal_distribution(self) -> Distribution:
+        if self.likelihood.is_classifier and self.likelihood.couples_outputs:
+            return Categorical(probs=self.mean, validate_args=False)
+        parts = [_normals(each.distribution) for each in self.predictions]
+        if any(part is None for part in parts):
+            return self.likelihood.mixture(self.functional_samples)
+        joined = [[part[place] for part in parts if part is not None] for place in range(3)]
+        shares = torch.cat([share * own.to(share) for share, own in zip(joined[2], self.weights, strict=True)], -1)
+        normals = Normal(torch.cat(joined[0], -1), torch.cat(joined[1], -1), validate_args=False)
+        return MixtureSameFamily(Categorical(shares, validate_args=False), normals, validate_args=False)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """``log Σ w_m p_m(y)``; arguments, shape and errors as of :class:`~laplace_plus.Prediction`."""
+        each = torch.stack([own.log_prob(y) for own in self.predictions])
+        soft = self.likelihood.is_classifier and self.likelihood.couples_outputs and y.is_floating_point()
+        if soft:
+            return (y.reshape(self.mean.shape) * self.mean.log()).nansum(-1)
+        return (each + _column(self.weights.to(each).log(), each)).logsumexp(0)
+
+    def mutual_information(self) -> Tensor:
+        """``H[p] − Σ w_m (H[p_m] − I_m)``, ``[B, *]``, in nats: of the target with the member and its network."""
+        known = [own.entropy() - own.mutual_information() for own in self.predictions]
+        return (self.entropy() - self._average(known)).clamp_min(0.0)
+
+
+class Mixture:
+    """Posteriors of several networks behind one predictive: ``Σ_m w_m p_m(y | x)``.
+
+    Members keep their own prior precisions and noise; fit and tune each before. They may be of different classes and
+    architectures. Save and load them one by one.
+
+    Args:
+        members: M posteriors of the same kind of targets, or anything else with ``likelihood`` and ``predictive``.
+        weights: ``"uniform"``; ``"evidence"``, in proportion to ``exp(log_marginal_likelihood())``, which is the
+            probability of each member given the data of all, and mostly that of one; or numbers ``[M]``.
+            :meth:`fit_weights` takes held-out data instead.
+
+    Attributes:
+        members: The same, a tuple.
+        weights: ``[M]``, float64, which sum to one.
+
+    Raises:
+        ConfigurationError: No members, likelihoods of different kinds, or weights that are none.
+        UnsupportedError: Weights by evidence, for members without one.
+
+    Warns:
+        NoGainWarning: One member has all but all of the weight.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> data = [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
+        >>> nets = [torch.nn.Linear(2, 3) for _ in range(2)]
+        >>> mixture = Mixture([lp.KFAC(net, "classification").fit(data) for net in nets])
+        >>> mixture.predictive(torch.zeros(5, 2)).mean.shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(
+        self, members: Iterable[Member], weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform"
+    ):
+        self.members = tuple(members) if isinstance(members, Iterable) else ()
+        if not all(hasattr(member, "likelihood") and hasattr(member, "predictive") for member in self.members):
+            raise ConfigurationError("These cannot be mixed.", expected="fitted posteriors", got=repr(self.members))
+        kinds = {type(member.likelihood).__name__ for member in self.members}
+        if len(kinds) != 1:
+            expected, got = "one or more posteriors of the same kind of likelihood", ", ".join(sorted(kinds)) or "none"
+            raise ConfigurationError("These members cannot be mixed.", expected=expected, got=got)
+        if isinstance(weights, str):
+            check_choice("weights", weights, ("uniform", "evidence"))
+            size = len(self.members)
+            self._set(torch.full((size,), 1 / size) if weights == "uniform" else self._evidence().softmax(0))
+        else:
+            try:
+                weights = torch.as_tensor(weights)
+            except (TypeError, ValueError) as error:
+                raise ConfigurationError("The weights are none.", expected="numbers", got=repr(weights)) from error
+            self._set(weights)
+
+    def __repr__(self) -> str:
+        return f"Mixture({len(self.members)} members, weights={[round(w, 4) for w in self.weights.tolist()]})"
+
+    def __copy__(self) -> Self:
+        result = object.__new__(type(self))
+        vars(result).update(vars(self), members=tuple(map(copy.copy, self.members)), weights=self.weights.clone())
+        return result
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of the first member."""
+        return self.members[0].likelihood
+
+    def _set(self, weights: Tensor) -> None:
+        weights = weights.detach().double().cpu()
+        fits = weights.shape == (len(self.members),) and bool((weights >= 0).all() and weights.isfinite().all())
+        if not fits or not bool(weights.any()):
+            expected = f"{len(self.members)} non-negative numbers, not all zero"
+            raise ConfigurationError("The weights do not fit the members.", expected=expected, got=describe(weights))
+        self.weights = weights / weights.sum()
+        if len(weights) > 1 and float(self.weights.max()) > _NEARLY_ALL:
+            what = f"Member {int(self.weights.argmax())} has {float(self.weights.max()):.2%} of the weight"
+            warn(f'{what}: the mixture is that member alone. Take weights="uniform".', NoGainWarning)
+
+    def _evidence(self) -> Tensor:
+        asked = [getattr(member, "log_marginal_likelihood", None) for member in self.members]
+        if not all(asked):
+            names = ", ".join(
+                {type(member).__name__ for member, own in zip(self.members, asked, strict=True) if not own}
+            )
+            what, fix = "Not all members have an evidence.", "Take uniform weights, or fit_weights(held_out)."
+            raise UnsupportedError(what, expected="Gaussian posteriors", got=names, fix=fix)
+        return torch.stack([own().detach().double().cpu() for own in asked if own])
+
+    def fit_weights(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> Self:
+        """Choose the weights that maximise the mean log-probability of held-out targets.
+
+        That is concave in the weights; expectation maximisation, ``w_m ← mean_n w_m p_m(y_n) / Σ_k w_k p_k(y_n)``,
+        ends within 1e-10 nats. Ignored targets do not count.
+
+        Args:
+            data: Held-out batches.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness of the predictions.
+
+        Raises:
+            DataError: No targets, or a target that no member thinks possible.
+        """
+        rows = []
+        with torch.no_grad():
+            for batch in iterate(data, device=torch.device("cpu"), progress=progress, description="Mixture: data"):
+                own = [each.predictive(batch.inputs, generator=generator) for each in self.members]
+                logs = torch.stack([one.log_prob(batch.target.to(one.functional_mean.device)).flatten() for one in own])
+                rows.append(logs[:, (logs != 0).any(0)].double().cpu())
+        logs = torch.cat(rows, 1)
+        if not logs.numel() or not bool(logs.amax(0).isfinite().all()):
+            what, expected = "The weights cannot be found from these data.", "targets that some member thinks possible"
+            raise DataError(what, expected=expected, got=f"{logs.shape[1]} of them, of finite log-probability or not")
+        weights = torch.full((len(self.members),), 1 / len(self.members), dtype=torch.float64)
+        before = -math.inf
+        for _ in range(_MOST):
+            shares = logs + weights.log()[:, None]
+            now = float(shares.logsumexp(0).mean())
+            if now - before <= _TOLERANCE:
+                break
+            before, weights = now, shares.softmax(0).mean(1)
+        self._set(weights)
+        return self
+
+    def predictive(self, x: Any, **options: Any) -> MixturePrediction:
+        """``Σ_m w_m p_m(y | x)``; options and errors as of the members' own ``predictive``."""
+        found = [member.predictive(x, **options) for member in self.members]
+        shapes = {own.functional_mean.shape for own in found}
+        if len(shapes) > 1:
+            raise ConfigurationError("Members differ in their outputs.", expected="one shape", got=f"{shapes}")
+        mean = torch.stack([own.functional_mean for own in found])
+        return MixturePrediction(
+            likelihood=found[0].likelihood,
+            functional_mean=torch.tensordot(self.weights.to(mean), mean, 1),
+            functional_covariance=None,
+            link="mixture",
+            joint=found[0].joint,
+            n_samples=max(own.n_samples for own in found),
+            source=found[0].source,
+            predictions=tuple(found),
+            weights=self.weights,
+        )
+
+
+def _normals(distribution: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Means, deviations and weights ``[..., K]`` of a mixture of normals; None for another distribution."""
+    if isinstance(distribution, Normal):
+        loc = distribution.loc[..., None]
+        return loc, distribution.scale.expand_as(distribution.loc)[..., None], torch.ones_like(loc)
+    if isinstance(distribution, MixtureSameFamily) and isinstance(distribution.component_distribution, Normal):
+        own = distribution.component_distribution
+        return own.loc, own.scale.expand_as(own.loc), distribution.mixture_distribution.probs.expand_as(own.loc)
+    return None
+
+
+def _column(weights: Tensor, like: Tensor) -> Tensor:
+    return weights.view(-1, *[1] * (like.dim() - 1))

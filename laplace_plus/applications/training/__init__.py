@@ -1,0 +1,18 @@
+"""Training: weights and hyperparameters together, by the marginal likelihood or the data-emphasised bound."""
+
+from laplace_plus.applications.training.data_emphasized import (
+    DataEmphasized,
+    DataEmphasizedTraining,
+    train_data_emphasized,
+)
+from laplace_plus.applications.training.marginal_likelihood import train_marginal_likelihood
+from laplace_plus.applications.training.run import MarginalLikelihoodTraining, Update
+
+__all__ = [
+    "DataEmphasized",
+    "DataEmphasizedTraining",
+    "MarginalLikelihoodTraining",
+    "Update",
+    "train_data_emphasized",
+    "train_marginal_likelihood",
+]

@@ -1,0 +1,144 @@
+"""The two objectives of training: the log posterior in the weights, and its Laplace evidence in the hyperparameters.
+
+With prior ``N(μ, P₀⁻¹)``, temperature T and N examples, the log posterior is
+
+    log p(θ|D) = 1/T Σₙ log p(yₙ|f(xₙ, θ)) − ½ (θ−μ)ᵀ P₀ (θ−μ) + constant,
+
+and training minimises ``−1/N log p(θ|D)``. A minibatch b contributes
+
+    ℓ_b(θ) = K/(N' T) Σ_{n∈b} −log p(yₙ|f(xₙ, θ)) + 1/(2N) (θ−μ)ᵀ P₀ (θ−μ),
+
+where K batches with N' examples make an epoch. The mean of ℓ over the epoch's batches is thus the objective also where
+batches differ in size. N' is N unless the curvature is computed on other data than those of training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.network.batches import Batch, call, output_tensor
+from laplace_plus.network.selection import uses
+from laplace_plus.posteriors import GaussianPosterior
+from laplace_plus.priors import Groups, PriorStructure
+
+
+class TrainingObjective:
+    """``ℓ_b(θ)`` of a minibatch, at a posterior's likelihood, prior and temperature."""
+
+    def __init__(self, model: nn.Module, posterior: GaussianPosterior, *, n_data: int, mean_batch_size: float):
+        network, prior = posterior.network, posterior.prior()
+        self._model, self._likelihood = model, posterior.likelihood
+        self._n_data, self._scale = n_data, float(posterior.temperature) * mean_batch_size
+        parameters = uses(network.model)
+        self._entries: list[tuple[nn.Parameter, Tensor | None]] = []
+        for item in network.selected:
+            parameter = parameters[item.name]
+            index = None if item.mask is None else item.mask.to(parameter.device).nonzero().squeeze(-1)
+            self._entries.append((parameter, index))
+        vector = network.vector()
+        self._precision, self._mean = prior.vector().detach().to(vector), prior.mean.detach().to(vector)
+
+    def penalty(self) -> Tensor:
+        """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters, 0-d; differentiable in them."""
+        flat = []
+        for parameter, index in self._entries:
+            entries = parameter.flatten() if index is None else parameter.flatten()[index]
+            flat.append(entries.to(self._precision))
+        return (self._precision * (torch.cat(flat) - self._mean).square()).sum() / 2
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """``ℓ_b``, 0-d and differentiable in the network's parameters."""
+        outputs = self._likelihood.arrange(output_tensor(call(self._model, batch.inputs)))
+        self._likelihood.validate(outputs, batch.target)
+        rows, targets, weights = self._likelihood.rows(outputs, batch.target)
+        log_density = self._likelihood.log_density(rows, targets)
+        fit = torch.where(weights > 0, log_density, torch.zeros_like(log_density)).sum()
+        return (self.penalty() / self._n_data).to(fit) - fit / self._scale
+
+
+class HyperparameterAscent:
+    """Gradient ascent on the evidence of a fitted posterior, in the logarithms of prior precisions and noise levels.
+
+    By Adam (Kingma and Ba, 2015), whose moments are kept from update to update, or by the posterior's own line search.
+    """
+
+    def __init__(
+        self,
+        posterior: GaussianPosterior,
+        structure: PriorStructure,
+        groups: Groups | None = None,
+        *,
+        tune_noise: bool,
+        steps: int | None,
+        learning_rate: float,
+    ):
+        self.posterior, self.structure, self.groups = posterior, structure, groups
+        self.tune_noise, self.steps = tune_noise, steps
+        n_groups, n_entries = len(posterior.prior_groups.names), posterior.n_parameters
+        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[structure]
+        precision = posterior.prior_precision.detach().double().cpu()
+        if structure == "diagonal" and precision.shape == (n_groups,):
+            precision = posterior.prior().vector().detach().double().cpu()
+        if precision.numel() not in (1, math.prod(shape)):
+            what = f'The prior precision does not have the structure "{structure}".'
+            expected = f"a number, or a tensor of shape {list(shape)}"
+            raise ConfigurationError(what, expected=expected, got=f"shape {list(precision.shape)}")
+        precision = precision.reshape(-1).expand(math.prod(shape)).reshape(shape)
+        self._checked(posterior.log_marginal_likelihood(precision).detach())  # a structure may be unsupported
+        # Searched in e-folds: the precisions, and the noise levels if they are tuned.
+        self._logs = [precision.log().requires_grad_()]
+        if tune_noise:
+            assert posterior.noise_std is not None
+            self._logs.append(posterior.noise_std.detach().double().cpu().log().requires_grad_())
+        self._optimizer = torch.optim.Adam(self._logs, lr=learning_rate)
+
+    def update(self) -> float:
+        """Improve the posterior's hyperparameters at its present fit; the evidence with them, in nats."""
+        posterior = self.posterior
+        if self.steps is None:
+            structure = self.structure if self.groups is None else self.groups
+            posterior.fit_prior_precision(structure=structure, tune_noise=self.tune_noise)
+            return self._checked(posterior.log_marginal_likelihood().detach())
+        with torch.enable_grad():
+            for _ in range(self.steps):
+                self._optimizer.zero_grad()
+                value = posterior.log_marginal_likelihood(*(log.exp() for log in self._logs))
+                self._checked(value.detach())
+                (-value).backward()
+                self._optimizer.step()
+        levels = [log.detach().exp() for log in self._logs]
+        self._checked(levels[0].log().sum())
+        posterior.prior_precision = levels[0]
+        if self.tune_noise:
+            posterior.noise_std = levels[1]
+        return self._checked(posterior.log_marginal_likelihood().detach())
+
+    def _checked(self, value: Tensor) -> float:
+        number = value.item()
+        if not math.isfinite(number):
+            precision = self.posterior.prior_precision
+            what = "The evidence is not finite."
+            got = f"{number} at prior precisions from {precision.min():.3g} to {precision.max():.3g}"
+            raise NonFiniteError(what, expected="a number", got=got, fix="Use a smaller hyper_lr, or a longer burn_in.")
+        return number
+
+    def state(self) -> dict[str, Any]:
+        """What the next update depends on, apart from the posterior's hyperparameters."""
+        if self.steps is None:
+            return {}
+        logs = [log.detach() for log in self._logs]
+        return {"log_precision": logs[0], "log_noise": logs[-1], "optimizer": self._optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` returned."""
+        if self.steps is None:
+            return
+        with torch.no_grad():
+            for log, name in zip(self._logs, ("log_precision", "log_noise"), strict=False):
+                log.copy_(state[name])
+        self._optimizer.load_state_dict(state["optimizer"])

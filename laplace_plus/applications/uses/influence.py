@@ -1,0 +1,245 @@
+"""Attribution: how predictions would change if a training datum had been left out.
+
+With the posterior covariance Σ, the gradient ``∇ℓᵢ`` of a datum's negative log-likelihood and that of a scalar φ of the
+network's outputs, leaving out datum i changes φ by ``∇φᵀ Σ ∇ℓᵢ`` to first order. With the datum's covariance of outputs
+``V = J Σ Jᵀ`` and curvature Λ, ``∇φᵀ Σ Jᵀ (I − Λ V)⁻¹ g`` is exact for linear φ and Gaussian noise.
+Without gradients, ``Cov(ℓᵢ, φ)`` over the posterior is the change of the mean of φ, with much noise from sampling.
+
+Scores follow from the precision of *training*: let the prior be its weight decay times the number of data, and the
+network be at the optimum. Sources: Koh and Liang (2017), "Understanding black-box predictions via influence functions";
+Nguyen et al. (2023), "A Bayesian approach to analysing training data attribution"; Kreer et al. (2025), "Bayesian
+influence functions for Hessian-free data attribution".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import scipy
+import torch
+from torch import Tensor
+
+from laplace_plus.applications.uses.checks import require_finite, require_posterior
+from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError, UnsupportedError
+from laplace_plus.linalg.arguments import require_count, require_generator
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.posteriors import GaussianPosterior
+from laplace_plus.tuning.base import check_choice
+
+Scalar = Literal["loss", "logit"] | Callable[[Tensor, Tensor], Tensor]
+
+
+class Attribution(NamedTuple):
+    """Changes of Q scalars when each of N data is left out, positive where the scalar would grow; float64, on the CPU.
+
+    T scores stand behind each: one for each posterior, or one for each sample of the covariance.
+
+    Attributes:
+        mean: ``[Q, N]``, of the T scores; ``[Q, k]`` with ``top=k``, the largest absolute values first.
+        std: Their standard deviation; NaN for one score.
+        p_value: Of a mean of zero, by the t-test with T − 1 degrees of freedom; NaN for one score. Those above 0.05
+            cannot be told from noise.
+        indices: The data of each column, ``[Q, N]`` or ``[Q, k]``, in the loader's order.
+    """
+
+    mean: Tensor
+    std: Tensor
+    p_value: Tensor
+    indices: Tensor
+
+
+def influence(
+    posterior: GaussianPosterior | Sequence[GaussianPosterior],
+    query: Iterable[Any],
+    *,
+    data: Iterable[Any] | None = None,
+    method: Literal["linear", "leverage", "covariance"] = "linear",
+    of: Scalar = "loss",
+    top: int | None = None,
+    n_samples: int = 1000,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Attribution:
+    """The change of scalars of the network's outputs when single training data are left out.
+
+    Args:
+        posterior: A fitted Gaussian posterior, or those of several networks trained on the same data.
+        query: Batches ``(x, y)`` of Q examples.
+        data: Batches of the training data; by default those of the (first posterior's) fit. Their order must not vary.
+        method: ``"linear"``, ``"leverage"`` or ``"covariance"``, see :mod:`laplace_plus.applications.uses.influence`.
+        of: φ: ``"loss"`` in nats, ``"logit"`` of the target's class, or a function of outputs ``[B, C]`` and targets
+            that gives ``[B]``.
+        top: Keep only so many data for each query.
+        n_samples: Of the posterior, for ``"covariance"``.
+        generator: Their source of randomness.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        NotFittedError: Before the fit.
+        ConfigurationError: Unknown choices, or scalars of another shape than ``[B]``.
+        UnsupportedError: Anything but a Gaussian posterior with outputs ``[B, C]``.
+        NotPositiveDefiniteError: Leverages of one and above, as curvatures other than the exact one may have.
+        DataError: Data that the posterior no longer knows.
+        LabelError, NonFiniteError: Targets that are none; scalars or inputs that are not finite.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> posterior = lp.Full(torch.nn.Linear(1, 1), "regression").fit([(x, 2 * x)])
+        >>> influence(posterior, [(x[:3], 2 * x[:3])]).mean.shape
+        torch.Size([3, 20])
+    """
+    check_choice("method", method, ("linear", "leverage", "covariance"))
+    members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
+    if not members:
+        raise ConfigurationError("There is nothing to attribute.", expected="one or more posteriors", got="none")
+    require_count("n_samples", n_samples, 2)
+    require_count("top", 1 if top is None else top, 1)
+    require_generator(generator)
+    _check(members)
+    data = members[0].training_data.again(data, "Attribution passes over the training data.")
+    found: tuple[Tensor, ...] | None = None
+    start = 0
+    with exact_arithmetic(members[0].network, members[0].memory_budget), torch.no_grad():
+        asked = list(members[0].batches(query))
+        if method == "covariance":
+            scorers: list[Callable[[Batch], Tensor]] = [
+                _covariances(member, asked, of, n_samples // len(members) + 1, generator) for member in members
+            ]
+        else:
+            scorers = [_products(member, asked, of, corrected=method == "leverage") for member in members]
+        for batch in members[0].batches(data, progress=progress, description="Influence: data"):
+            scores = torch.cat([score(batch).cpu() for score in scorers])
+            require_finite("changes of the scalars", scores)
+            mean, count = scores.mean(0), len(scores)
+            std = scores.std(0) if count > 1 else torch.full_like(mean, torch.nan)
+            size = mean.shape[1]
+            rows = torch.arange(start, start + size).expand_as(mean)
+            start += size
+            own = mean, std, _p_values(mean, std, count), rows
+            found = own if found is None else tuple(torch.cat(pair, 1) for pair in zip(found, own, strict=True))
+            if top is not None and found[0].shape[1] > top:
+                kept = found[0].abs().topk(top).indices
+                found = tuple(one.gather(1, kept) for one in found)
+    assert found is not None
+    if top is not None:
+        order = found[0].abs().argsort(1, descending=True)
+        found = tuple(one.gather(1, order) for one in found)
+    return Attribution(*found)
+
+
+def self_influence(
+    posterior: GaussianPosterior | Sequence[GaussianPosterior], data: Iterable[Any] | None = None
+) -> Tensor:
+    """``∇ℓᵢᵀ Σ ∇ℓᵢ`` of each training datum, ``[N]`` float64: large for mislabelled ones and others without support.
+
+    Arguments and errors as for :func:`influence`; the mean of several posteriors.
+    """
+    members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
+    _check(members)
+    data, found = members[0].training_data.again(data, "Self-influence passes over the training data."), []
+    with exact_arithmetic(members[0].network, members[0].memory_budget), torch.no_grad():
+        for batch in members[0].batches(data):
+            each = []
+            for member in members:
+                gradient = _loss_gradient(member, member.network.forward(batch.inputs), batch.target).double()
+                covariance = member.functional_posterior(batch.inputs).covariance.double()
+                each.append(torch.einsum("bc,bcd,bd->b", gradient, covariance, gradient).cpu())
+            found.append(torch.stack(each).mean(0))
+    return torch.cat(found)
+
+
+def _check(members: Sequence[Any]) -> None:
+    for member in members:
+        require_posterior(member)
+        member.require_fit()
+
+
+def _noise(posterior: GaussianPosterior, like: Tensor) -> Tensor:
+    """``[C]``: what gradients and curvatures at unit noise are divided by, tempered."""
+    noise, temperature = posterior.likelihood.noise_std, posterior.temperature.detach().to(like)
+    scale = like.new_ones(like.shape[-1]) if noise is None else noise.detach().to(like).square().expand(like.shape[-1])
+    return scale * temperature
+
+
+def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.ndim != 2:  # noqa: PLR2004
+        what, got = "Attribution is for outputs of one position.", f"{tuple(outputs.shape)}"
+        raise UnsupportedError(what, expected="outputs [B, C]", got=got)
+    posterior.likelihood.validate(outputs, targets)
+    weight = posterior.likelihood.rows(outputs, targets)[2].to(outputs)
+    return posterior.likelihood.gradient(outputs, targets) / _noise(posterior, outputs) * weight[:, None]
+
+
+def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor, of: Scalar) -> Tensor:
+    posterior.likelihood.validate(outputs, targets)
+    if of == "loss":
+        noise = posterior.likelihood.noise_std
+        plain = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
+        values = -plain.log_density(outputs, targets)
+    elif of == "logit":
+        values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
+    elif callable(of):
+        values = of(outputs, targets)
+    else:
+        raise ConfigurationError("There is no such scalar.", expected='"loss", "logit" or a function', got=repr(of))
+    if values.shape != outputs.shape[:1]:
+        expected, got = f"[{len(outputs)}]", f"{list(values.shape)}"
+        raise ConfigurationError("A scalar for each example is needed.", expected=expected, got=got)
+    return values
+
+
+def _products(
+    posterior: GaussianPosterior, asked: Sequence[Batch], of: Scalar, *, corrected: bool
+) -> Callable[[Batch], Tensor]:
+    """Scores ``[1, Q, B]`` of a batch, by the tangents ``Σ ∇φ``, so that no gradients of single data are held."""
+    network, model, factors, tangents = posterior.network, posterior.laplace_model(), posterior.factors(), []
+    for batch in asked:
+        with torch.enable_grad():
+            point = network.vector().requires_grad_()
+            outputs = network(network.receive(batch.inputs), network.substitute(point))
+            for value in _scalars(posterior, outputs, batch.target, of):
+                (gradient,) = torch.autograd.grad(value, point, retain_graph=True)
+                tangents.append(model.solve(factors, gradient))
+
+    def scores(batch: Batch) -> Tensor:
+        inputs = network.receive(batch.inputs)
+        outputs = network.forward(inputs)
+        cotangent = _loss_gradient(posterior, outputs, batch.target).double()
+        if corrected:
+            covariance = posterior.functional_posterior(inputs).covariance.double()
+            noise = _noise(posterior, outputs).double()
+            root = posterior.likelihood.output_root(outputs, batch.target).double() / noise.sqrt()[:, None]
+            left = torch.eye(root.shape[-1]).to(root) - root.mT @ covariance @ root
+            if not bool(torch.linalg.eigvalsh(left).min() > 0):
+                what, fix = "Leverages reach one, and the formula fails.", 'Take lp.Full, or method="linear".'
+                raise NotPositiveDefiniteError(what, fix=fix)
+            eye = torch.eye(covariance.shape[-1]).to(covariance)
+            cotangent = torch.linalg.solve(eye - root @ root.mT @ covariance, cotangent[..., None])[..., 0]
+        moved = torch.stack([network.tangent(inputs, tangent) for tangent in tangents]).double()
+        return torch.einsum("qbc,bc->qb", moved, cotangent)[None]
+
+    return scores
+
+
+def _covariances(
+    posterior: GaussianPosterior, asked: Sequence[Batch], of: Scalar, n: int, generator: torch.Generator | None
+) -> Callable[[Batch], Tensor]:
+    """Scores ``[S, Q, B]``: products of the deviations of S samples, which have the covariance as their mean."""
+    network, drawn = posterior.network, posterior.sample(n, generator=generator)
+
+    def values(batch: Batch, scalar: Scalar) -> Tensor:
+        each = network.several(network.receive(batch.inputs), drawn)
+        rows = torch.stack([_scalars(posterior, outputs, batch.target, scalar).double() for outputs in each])
+        return rows - rows.mean(0)
+
+    queries = torch.cat([values(batch, of) for batch in asked], 1)
+    temperature = float(posterior.temperature)
+    return lambda batch: queries[:, :, None] * values(batch, "loss")[:, None] * (n / (n - 1) / temperature)
+
+
+def _p_values(mean: Tensor, std: Tensor, count: int) -> Tensor:
+    statistic = -(mean / std * count**0.5).abs()
+    return torch.as_tensor(2 * scipy.special.stdtr(count - 1, statistic.numpy())).view_as(mean)

@@ -1,0 +1,110 @@
+"""A diagonal posterior from variances that something else has found, such as a variational optimizer.
+
+- IVON (Shen et al., 2024, "Variational learning is effective for large deep networks") keeps ``hess [P]``, with
+  ``1/variance = ess (hess + weight_decay)``: take ``prior_precision = ess · weight_decay`` and ``n_data = ess``. The
+  mean is the network's weights outside of ``sampled_params``.
+- Adam keeps ``exp_avg_sq``, a moving average of squared gradients of a batch's mean loss. For batches of B out of N
+  data, ``v̂ = exp_avg_sq / (1 − β₂^step)`` and ``1/variance = N · B · v̂ + prior_precision``. Near an optimum gradients
+  of single data cancel, so that their mean over B has a B-th of the variance of one (compare Khan et al., 2018, "Fast
+  and scalable Bayesian deep learning by weight-perturbation in Adam"). It is the empirical Fisher matrix, by observed
+  labels: too small where the network fits them, too large where it fits them badly. It lags by ``1/(1 − β₂)`` steps,
+  and takes in clipping, loss scaling, and the weight decay of ``Adam``, though not of ``AdamW``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus.applications.uses.task_sums import TaskSums
+from laplace_plus.curvature import Curvature
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.likelihoods.base import describe
+from laplace_plus.network.gradients import whole_layout
+from laplace_plus.network.selection import Selection
+from laplace_plus.posteriors import Diagonal
+from laplace_plus.posteriors.registry import ADDED
+from laplace_plus.structured import DiagonalBlock
+
+
+def from_variance(
+    model: nn.Module,
+    variance: Mapping[str, Tensor] | Tensor,
+    likelihood: Any,
+    *,
+    parameters: Selection = "all",
+    prior_precision: float | Tensor | None = None,
+    prior_mean: float | Tensor = 0.0,
+    n_data: int = 1,
+    cls: type[Diagonal] = Diagonal,
+) -> Diagonal:
+    """``N(θ̂, diag(variance))`` around the network's weights; ``lp.Diagonal.from_variance(model, variance, ...)``.
+
+    It predicts, is saved, continued and updated as if it had been fitted: the precisions beyond the prior's are the
+    curvature, ``h = 1/variance − prior_precision``. No evidence is known of data that it has not seen.
+
+    Args:
+        model: The network, whose weights are the mean.
+        variance: Positive; ``[P]`` in the order of the selected parameters, or tensors by name. Names select.
+        likelihood: As for :class:`Posterior`. Curvature scales with Gaussian noise that is set later.
+        parameters: For variances ``[P]``, as for :class:`Posterior`.
+        prior_precision: The prior's share of the precisions; by default the least precision.
+        prior_mean: As for :class:`Posterior`.
+        n_data: The number of data behind the variances, where it is known.
+        cls: The class of the posterior.
+
+    Raises:
+        ConfigurationError: Variances that are not positive and finite, of another shape, or larger than the prior's.
+        SelectionError: Names or shapes that are not the network's.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> net = nn.Linear(3, 2)
+        >>> posterior = lp.Diagonal.from_variance(net, torch.full((8,), 0.01), "classification")
+        >>> posterior.predictive(torch.zeros(4, 3)).mean.shape
+        torch.Size([4, 2])
+    """
+    if isinstance(variance, Mapping):
+        shapes = {name: own.shape if isinstance(own, Tensor) else () for name, own in variance.items()}
+        masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+        posterior = cls(model, likelihood, parameters=masks, prior_mean=prior_mean)
+        if {*posterior.parameter_names} != shapes.keys():  # with the prefix of a wrapper, say
+            expected, got = ", ".join(posterior.parameter_names), ", ".join(map(str, shapes))
+            raise ConfigurationError("The variances have other names.", expected=expected, got=got)
+        variance = torch.cat([variance[name].detach().flatten().double() for name in posterior.parameter_names])
+    else:
+        posterior = cls(model, likelihood, parameters=parameters, prior_mean=prior_mean)
+    network, found = posterior.network, variance
+    if not isinstance(found, Tensor) or found.shape != (network.n_parameters,) or not found.is_floating_point():
+        expected = f"floats [{network.n_parameters}], or by name"
+        raise ConfigurationError(
+            "There is not one variance for each parameter.", expected=expected, got=describe(found)
+        )
+    precision = found.detach().to(network.device, torch.float64).reciprocal()
+    if not bool((precision > 0).all() and precision.isfinite().all()):
+        what, expected = "A variance is not positive and finite.", "variances > 0"
+        raise ConfigurationError(what, expected=expected, got=describe(found))
+    if isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1:
+        raise ConfigurationError("n_data must be a positive integer.", expected="n_data >= 1", got=repr(n_data))
+    posterior.prior_precision = precision.min() if prior_precision is None else prior_precision
+    values = precision - posterior.prior().vector().to(precision)
+    if bool((values < -1e-6 * precision).any()):
+        what, got = "A variance is larger than that of the prior.", f"{int((values < 0).sum())} of them"
+        raise ConfigurationError(what, expected="1 / variance >= prior_precision", got=got)
+    network.check_finite()
+    weights = posterior.backend.component_weights(posterior.likelihood).to(values)
+    each = values.clamp(min=0) / (len(weights) * weights[:, None])  # at unit noise, [K, P]
+    size = 2 * len(weights) if posterior.likelihood.noise_std is not None else 1
+    unknown = torch.full((size,), torch.nan, dtype=torch.float64)
+    block = DiagonalBlock(each.to(network.dtype)[:, None, None])
+    mean = network.vector()
+    curvature = Curvature([(whole_layout(network), block)])
+    posterior.adopt(TaskSums(curvature, unknown, n_data, 0, None, network, mean), mean)
+    posterior.remember_weights()
+    return posterior
+
+
+ADDED["from_variance"] = from_variance

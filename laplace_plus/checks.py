@@ -1,0 +1,72 @@
+"""Checks of arguments, called where a user's call comes in and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+
+
+def count(name: str, value: Any, least: int = 1, fix: str | None = None) -> int:
+    """``value``, or :class:`ConfigurationError` unless it is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = f"an integer of at least {least}"
+        raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value), fix=fix)
+    return value
+
+
+def number(
+    name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
+) -> float:
+    """``value``, or :class:`ConfigurationError` unless it is a finite number > ``above`` and in [``least``, ``most``]."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not known or not (value > above and least <= value <= most):
+        bounds = [f"> {above:g}"] * (above > -math.inf) + [f"≥ {least:g}"] * (least > -math.inf)
+        expected = " ".join(["a finite number", *bounds, *[f"≤ {most:g}"] * (most < math.inf)])
+        raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value))
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """``value``, or :class:`ConfigurationError` unless it is a finite number > 0."""
+    return number(name, value, above=0.0)
+
+
+def choice(name: str, value: Any, options: Iterable[Any]) -> Any:
+    """``value``, or :class:`ConfigurationError` unless it is one of the options."""
+    options = list(options)
+    if not isinstance(value, type(None) | str | int | float) or value not in options:
+        expected = ", ".join(map(repr, options))
+        raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value))
+    return value
+
+
+def generator(value: Any) -> torch.Generator | None:
+    """``value``, or :class:`ConfigurationError` unless it is a generator of torch, or None."""
+    if not isinstance(value, torch.Generator | None):
+        expected = "torch.Generator().manual_seed(0), say, or None"
+        raise ConfigurationError("The generator is no torch.Generator.", expected=expected, got=repr(value))
+    return value
+
+
+def finite(name: str, value: Tensor, fix: str | None = None) -> Tensor:
+    """``value``, or :class:`NonFiniteError` if an entry is NaN or infinite."""
+    if not bool(torch.isfinite(value).all()):
+        got = f"{int((~torch.isfinite(value)).sum())} NaN or Inf among {value.numel()} entries"
+        raise NonFiniteError(f"{name} is not finite.", expected="finite numbers", got=got, fix=fix)
+    return value
+
+
+def shape(name: str, value: Any, wanted: Sequence[int | None], fix: str | None = None) -> Tensor:
+    """``value``, or :class:`ConfigurationError` unless it is a tensor of that shape; None stands for any size."""
+    own = tuple(value.shape) if isinstance(value, Tensor) else None
+    if own is None or len(own) != len(wanted) or any(w not in (None, n) for n, w in zip(own, wanted, strict=True)):
+        text = ", ".join("any" if n is None else str(n) for n in wanted)
+        got = type(value).__name__ if own is None else str(list(own))
+        raise ConfigurationError(f"{name} has another shape.", expected=f"a tensor [{text}]", got=got, fix=fix)
+    return value

@@ -1,7 +1,0 @@
-"""Error bars of images that a network reconstructs from linear measurements (a deep image prior)."""
-
-from laplace_plus.reconstruction.filters import FilterCovariance
-from laplace_plus.reconstruction.image_posterior import ImagePosterior
-from laplace_plus.reconstruction.images import differences, expected_absolute
-
-__all__ = ["FilterCovariance", "ImagePosterior", "differences", "expected_absolute"]

@@ -1,5 +1,0 @@
-"""Posteriors as modules of plain tensor operations, for ``torch.compile``, ``torch.export``, ONNX and tracing."""
-
-from laplace_plus.serving.freezing import FrozenPosterior, FrozenPrediction
-
-__all__ = ["FrozenPosterior", "FrozenPrediction"]

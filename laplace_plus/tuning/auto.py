@@ -1,0 +1,332 @@
+"""The default tuning: the marginal likelihood's precision, and a scale of the covariance by leaving out training data.
+
+The evidence of a network that fits its data well, or whose curvature is cut into blocks, may ask for more variance than
+helps predictions. The default therefore scales the covariance by its leave-one-out loss, on training data alone:
+
+1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
+2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
+   that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
+   selection, at the precision that training acted with; see :mod:`laplace_plus.tuning.training_end`. Of few
+   weights without normalisation the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
+3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
+   percent of the best one's gain over the network; or that of the least mean of this loss and the loss at midpoints of
+   neighbouring data, if that is wider. Neither may be less sure than votes of neighbours are right; see
+   :mod:`laplace_plus.tuning.midpoints`. A scale leaves the order of inputs by their uncertainty. Where none
+   gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still says how
+   unsure they are.
+
+In regression outputs are displaced so that residuals grow to what
+:func:`~laplace_plus.tuning.noise_from_residuals` finds for new data. The noise then has the closed form of
+:class:`~laplace_plus.LeaveOneOut`, which neither vanishes with residuals nor runs away. The largest scale within .005
+nats of the best is taken, since wide posteriors serve in gaps between the data. A matrix over all weights fits single
+data, so that its V is small at them alone: there ``V₋ₙ`` is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laplace_plus import errors
+from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.batches import Batch, iterate
+from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
+from laplace_plus.tuning.fitted_data import check_training_prior
+from laplace_plus.tuning.leave_one_out import LeaveOneOut, Searched
+from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Deletions
+from laplace_plus.tuning.leverages import Leverages
+from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
+from laplace_plus.tuning.midpoints import neighbours
+from laplace_plus.tuning.noise import noise_from_residuals, trained_size
+from laplace_plus.tuning.training_end import DECAY_RATIO, TrainingEnd, training_end
+from laplace_plus.tuning.validation import Validation
+
+SCALES = tuple(10 ** (-k / 4) for k in range(-4, 25))
+"""Factors on the covariance; at the last one the variance of outputs is all but gone. Those above one are for a part
+of the weights, which lacks the variance of the others, where all are displaced."""
+
+TOLERANCE = 0.005
+"""Nats for each observation by which a loss of regression may exceed the least; standard errors are rarely less."""
+
+SHARE = 0.15
+"""Of a classifier's gain over the network: what a narrower posterior may give up, as displacements are uncertain.
+Chosen with ``LOSS_RATIO`` on the development cells of benchmarks/defaults: no other pair gained more without harm."""
+
+NEGLIGIBLE = 0.001
+"""Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
+
+ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
+"""Examples (or positions) that are left out, evenly spread: at most 2000, whose mean loss has a standard error of about
+.02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
+3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
+
+UNFINISHED = 2.0
+"""Newton decrement of the end of training, in effective parameters, from which ``why`` says that it was early."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoTuning(TuningResult):
+    """What the default tuning chose; ``value`` is minus the mean loss in nats, left out (and at midpoints) or held out.
+
+    Attributes:
+        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (another scale), ``"network"`` (predictions are
+            the network's own, or in regression all but them) or ``"validation"``.
+        why: A sentence.
+        expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
+        training_prior_precision: What the end of training says, over all weights; None where it was not looked at.
+        evidence: The tuning by the marginal likelihood; None for ``"validation"``.
+        scales: Factors on the covariance that were compared, G of them.
+        losses: The mean leave-one-out loss of each, ``[G]``.
+        midpoint_losses: The mean loss of each at midpoints of neighbouring data, ``[G]``; None where there are none.
+        neighbour_accuracy: Share of the data whose label is the vote of their neighbours, below which the mean
+            confidence at midpoints may not fall; None where there are none.
+    """
+
+    chosen: str
+    why: str
+    expected_gain: float = math.nan
+    training_prior_precision: float | None = None
+    evidence: TuningResult | None = None
+    scales: tuple[float, ...] = ()
+    losses: Tensor | None = None
+    midpoint_losses: Tensor | None = None
+    neighbour_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The default: at least as good as the network by leaving out training data; see the module's text.
+
+    With held-out ``data`` it is :class:`~laplace_plus.Validation`.
+
+    Args:
+        data: Held-out batches; None for training data alone.
+        weight_decay: That of training, as for :class:`~laplace_plus.LeaveOneOut`; by default a classifier's is read
+            from where training ended.
+        training_prior_precision: In place of the weight decay. Where noise is tuned, neither is used.
+        link: As for ``predictive``.
+        n_samples: As for ``predictive``.
+        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
+
+    Raises:
+        ConfigurationError: The prior of training twice.
+    """
+
+    data: Iterable[Any] | None = field(default=None, repr=False)
+    weight_decay: float | None = None
+    training_prior_precision: float | Tensor | None = None
+    link: str | None = None
+    n_samples: int = 100
+    tune_noise: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_training_prior(self.training_prior_precision, self.weight_decay)
+
+    def tune(
+        self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> AutoTuning:
+        """Choose by leaving out training data; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            DataError: Other data than were fitted to.
+
+        Warns:
+            NoGainWarning: Training data are not at hand, or the network interpolates them, or the posterior had to step
+                back to the network's own predictions.
+            ConvergenceWarning: The evidence's tuning did not converge.
+        """
+        if self.data is not None:
+            tuner = Validation(self.data, link=self.link, n_samples=self.n_samples, tune_noise=self.tune_noise)
+            found = tuner.tune(posterior, progress=progress, generator=generator)
+            return AutoTuning(**{**vars(found), "method": "auto"}, chosen="validation", why="Held-out data were given.")
+        model = posterior.laplace_model()
+        own = copy.copy(posterior)  # which shares what the model computes
+        noisy = tunes_noise(model.likelihood, self.tune_noise) and model.likelihood.is_gaussian
+        if noisy:
+            model.log_likelihood()  # refuses what has seen no data
+            sums, counts = model.statistics.double().cpu().chunk(2)
+            residual = (sums / counts).clamp_min(1e-20).sqrt().to(model.vector)
+            own.noise_std = residual if own.noise_std.ndim else residual.mean()
+        evidence = MarginalLikelihood(tune_noise=False if noisy else self.tune_noise).tune(own, progress=progress)
+        own.apply_tuning(evidence)
+        seed = draw_seed(generator) if (self.link or model.likelihood.links[0]) == "mc" else None
+        return self._leave_out(own, evidence, noisy, progress, seed)
+
+    def _leave_out(
+        self, posterior: Tunable, evidence: TuningResult, noisy: bool, progress: bool, seed: int | None
+    ) -> AutoTuning:
+        """The scale of the covariance that leaving out chooses, at the evidence's precision."""
+        model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
+        n_data, size = posterior.n_data, posterior.network.n_parameters
+        room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
+        data, missing = _data_of_fit(posterior, room)
+        if data is None:
+            why = f"{missing}, so that nothing was left out to compare with the network."
+            warn(f"{why} Held-out data= would tell.", NoGainWarning)
+            found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
+            return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
+        first = next(iter(iterate(data, device=posterior.network.device)))
+        rows = n_data * posterior.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
+        share = min(1.0, ENOUGH / n_data, room / rows)
+        training, end, notes = self._end_of_training(posterior, data, rows, share, noisy, progress)
+        leverages: Leverages = "full" if end and end.exact else "first_order"
+        moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data))), "displacing": end and end.covariances}
+        deletions = Deletions(posterior, data, DECAY_RATIO * training, None, leverages, "position", **moving)
+        deletions.without_own = posterior.structure.name == "full"
+        if noisy:
+            error = noise_from_residuals(posterior)
+            variance = posterior.noise_std.square().to(error.noise_std)
+            deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
+            notes += f" {error.problem}" if error.problem else ""
+        part = size < trained_size(posterior.network) and (noisy or end is not None)
+        scales = SCALES if part else SCALES[SCALES.index(1.0) :]
+        tuner, ones = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples), torch.ones(1, device="cpu")
+        search = partial(tuner._search, base=precision, levels=ones, scales=scales, seed=seed, progress=progress)
+        try:
+            left_out = search(deletions, noisy=noisy)
+        except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
+            deletions.leverages = "first_order"
+            left_out = search(deletions, noisy=noisy)
+        between = None
+        if model.likelihood.is_classifier and rows == n_data:
+            try:
+                between = _between(posterior, data, first, int(min(ENOUGH, room)), search)
+            except errors.CheckpointError:
+                raise
+            except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
+                notes += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
+        may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
+        compared, best, own = _choice(left_out.losses, between, noisy, may_be_own)
+        last, value = float(compared[-1]), float(compared[-1 if own else best])
+        chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
+        if own or scales[best] < 1 and last <= value:
+            chosen = "network"
+        loss = -float(model.log_likelihood()) * deletions.n_examples / (n_data * deletions.n_observations)
+        interpolated = loss if model.likelihood.is_classifier and loss < INTERPOLATION else None
+        bounded = between is not None and best > 0 and not between.allowed[best - 1]
+        why = _why(chosen, scales[best], bounded, interpolated, end) + notes
+        if chosen == "network" or interpolated is not None:
+            warn(f"{why} Held-out data= would tell more.", NoGainWarning)
+        noise = float(left_out.factors[best]) if noisy else 1.0
+        return AutoTuning(
+            method="auto",
+            prior_precision=precision / noise**2,
+            noise_std=posterior.noise_std * noise if noisy else evidence.noise_std,
+            value=-value,
+            link="network" if own else None,
+            covariance_scale=1.0 if own else scales[best],
+            converged=evidence.converged,
+            n_evaluations=evidence.n_evaluations + len(scales),
+            groups=evidence.groups,
+            chosen=chosen,
+            why=why,
+            expected_gain=last - value,
+            training_prior_precision=None if end is None else end.precision,
+            evidence=evidence,
+            scales=scales,
+            losses=left_out.losses,
+            midpoint_losses=None if between is None else between.losses,
+            neighbour_accuracy=None if between is None else between.accuracy,
+        )
+
+    def _end_of_training(
+        self, posterior: Tunable, data: Iterable[Any], rows: int, share: float, noisy: bool, progress: bool
+    ) -> tuple[Tensor, TrainingEnd | None, str]:
+        """The precision of training as far as it is known, a classifier's end of training, and why that is missing."""
+        model, network, n_data = posterior.laplace_model(), posterior.network, posterior.n_data
+        training = posterior.prior_precision.detach()
+        if known := not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
+            given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
+            training = given._training(posterior, model, data, progress)[0]
+        # The derivatives of each position's outputs pass through all positions of its example.
+        affordable = share * rows**2 / n_data * model.n_outputs * trained_size(network) <= PRODUCTS
+        if not (model.likelihood.is_classifier and affordable) or known and training.ndim:
+            return training, None, ""
+        rank, temperature = getattr(posterior.structure, "factor_rank", None), posterior.temperature.detach()
+        try:
+            decay = training if known else None
+            return training, training_end(model, network, data, n_data, share, temperature, decay, rank), ""
+        except DataError:
+            raise
+        except (LaplacePlusError, torch.linalg.LinAlgError, torch.OutOfMemoryError) as failure:
+            # Weights outside the selection may have no derivatives, or too large a curvature.
+            return training, None, f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
+
+
+def _data_of_fit(posterior: Tunable, room: float) -> tuple[Iterable[Any] | None, str]:
+    """The data that can be left out within ``room`` examples' operations, or None and the reason."""
+    if posterior.group is not None:
+        return None, "The data are spread over several processes"
+    if room < min(LEAST, posterior.n_data):
+        return None, f"The covariances of {posterior.laplace_model().n_outputs} outputs are too large"
+    try:
+        return posterior.training_data.again(None, "The default tuning passes over the training data."), ""
+    except DataError:
+        return None, "The training data are not at hand"
+
+
+def _why(chosen: str, scale: float, bounded: bool, interpolated: float | None, end: TrainingEnd | None) -> str:
+    """What was chosen, and what is to know about it."""
+    why = {
+        "marginal_likelihood": "No other scale of the covariance has a clearly smaller leave-one-out loss.",
+        "leave_one_out": f"{scale:.3g} times the evidence's covariance has all but the least loss"
+        + (" of those that are sure enough." if bounded else "."),
+        "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
+    }[chosen]
+    if interpolated is not None:
+        why += f" The network interpolates its training data (loss {interpolated:.2g} nats)."
+    if end is not None and not end.stationary:
+        why += f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four."
+    if end is not None and end.decrement > UNFINISHED:
+        why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
+    return why
+
+
+class _Between(NamedTuple):
+    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
+
+    losses: Tensor
+    allowed: Tensor
+    accuracy: float
+
+
+def _between(
+    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Searched]
+) -> _Between | None:
+    """What at most so many midpoints of neighbouring data say; None without any, or where losses are not finite."""
+    near = neighbours(posterior, data, first, posterior.prior_precision.detach(), most)
+    if near is None:
+        return None
+    found, accuracy = search(near[0], noisy=False), near[1]
+    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
+    return _Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None
+
+
+class _Choice(NamedTuple):
+    """The losses that chose, the place of the scale, and whether the network predicts instead."""
+
+    losses: Tensor
+    place: int
+    own: bool
+
+
+def _choice(losses: Tensor, between: _Between | None, noisy: bool, may_be_own: bool) -> _Choice:
+    """By losses left out and their mean with those at midpoints: each is blind to some, so the wider, if allowed."""
+    losses = losses if between is None else losses.where(between.allowed, torch.inf)
+    both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]
+    if between is not None:
+        both.append(((losses + between.losses) / 2, 0.0))
+    found = []
+    for compared, given_up in both:
+        enough = (compared <= compared.min() + given_up).nonzero()[0 if noisy else -1]
+        own = may_be_own and float(compared[-1] - compared.min()) <= NEGLIGIBLE
+        found.append(_Choice(compared, 0 if own else int(enough), own))
+    return min(found, key=lambda choice: (choice.own, choice.place))

@@ -1,0 +1,301 @@
+"""Tuning the prior precision by the leave-one-out negative log-likelihood.
+
+The displacement ``f₋ₙ − f`` keeps the prior of training. Only the covariance ``V₋ₙ`` follows the precision that is
+searched. The training data are passed over twice: for a coarse grid,
+and for a finer one around its best point. In each pass one set of gradients serves all points.
+
+For a Gaussian likelihood the noise is tuned with the precision, in closed form. With the precision times the squared
+noise held fixed, the predictive covariance ``V₋ₙ + σ²`` scales as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
+from laplace_plus.io.passes import Sums
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.predictive import from_functional
+from laplace_plus.priors import as_hyperparameter
+from laplace_plus.tuning.base import Tunable, TuningResult, check_counts, check_positive, tunes_noise
+from laplace_plus.tuning.fitted_data import (
+    check_training_prior,
+    precision_of_weight_decay,
+    survey,
+    unknown_training_prior,
+)
+from laplace_plus.tuning.laplace import LaplaceModel
+from laplace_plus.tuning.left_out_predictions import (
+    INTERPOLATION,
+    DeletionBatch,
+    Deletions,
+    check_choices,
+    leave_one_out,
+    leave_out,
+    require_network_mean,
+)
+from laplace_plus.tuning.leverages import Leverages, Unit
+from laplace_plus.tuning.validation import checked_grid, grid_settled
+
+LEVELS = 31
+"""Points of the coarse grid, from 1e-4 to 1e6 times the precision of training: three for each decade."""
+
+FINER = 9
+"""Points of the finer grid between the best point's two neighbours: twelve steps for each decade."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOutTuning(TuningResult):
+    """What a tuning by leave-one-out found; ``value`` is minus the mean leave-one-out NLL.
+
+    Attributes:
+        training_prior_precision: That of the displacement, before the leverage factor.
+        training_noise_std: The noise that belongs to it.
+        kappa: The leverage factor.
+        largest_leverage: At ``kappa`` times the precision of training.
+        precisions: The precisions tried, at the initial noise, in ascending order, ``[G]``; factors where the precision
+            has several entries.
+        losses: The mean leave-one-out NLL of each, ``[G]``; infinite where leverages reached one.
+    """
+
+    training_prior_precision: Tensor
+    training_noise_std: Tensor | None
+    kappa: float
+    largest_leverage: float
+    precisions: Tensor
+    losses: Tensor
+
+
+class Searched(NamedTuple):
+    """Of precisions and scales mean losses ``[G · S]``, and noise factors or else a classifier's mean confidences."""
+
+    losses: Tensor
+    factors: Tensor
+    largest_leverage: float
+    n_observations: float
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Chooses the precision of least leave-one-out negative log-likelihood; see :mod:`laplace_plus.tuning`.
+
+    The precision of *training* is another number, and must be known: pass ``training_prior_precision`` or
+    ``weight_decay``. By default it is that of an earlier leave-one-out tuning whose result the posterior still has.
+
+    Args:
+        training_prior_precision: That of the displacement, for the loss summed over the data.
+        weight_decay: Instead, of a classifier, the ``weight_decay`` of torch's SGD or Adam with the *mean* loss; as for
+            :func:`laplace_plus.calibrate`. Takes one more pass, without derivatives.
+        training_noise_std: The noise that belongs to it; by default the likelihood's.
+        kappa: Factor on the precision of training in leverages and displacements. 1 is the formula. On small ReLU
+            networks, whose weights are no exact optimum, 1 overshoots what retraining gives, and 2 comes closer.
+        leverages: As for ``posterior.leave_one_out``.
+        unit: As there.
+        grid: Precisions to try instead, positive. Where the posterior's precision has several entries, the search
+            multiplies them by these as factors. No finer grid follows.
+        link: As for ``predictive``.
+        n_samples: As for ``predictive``.
+        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
+        structure: Only ``"scalar"``: one number is searched.
+        data: The training data; by default the loaders of the fit.
+
+    Raises:
+        ConfigurationError: An option that is none of these, or the prior of training twice.
+    """
+
+    training_prior_precision: float | Tensor | None = None
+    weight_decay: float | None = None
+    training_noise_std: float | Tensor | None = None
+    kappa: float = 2.0
+    leverages: Leverages = "own"
+    unit: Unit = "example"
+    grid: Sequence[float] | Tensor | None = None
+    link: str | None = None
+    n_samples: int = 100
+    tune_noise: bool | None = None
+    structure: str = "scalar"
+    data: Iterable[Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.structure != "scalar":
+            what = "The leave-one-out loss is searched along one number."
+            fix = "Set prior_precision to the proportions that you want; the search multiplies them as a whole."
+            raise ConfigurationError(what, expected='structure="scalar"', got=repr(self.structure), fix=fix)
+        check_training_prior(self.training_prior_precision, self.weight_decay)
+        check_positive(kappa=self.kappa)
+        check_choices(self.leverages, self.unit)
+        check_counts(n_samples=self.n_samples)
+        if self.grid is not None:
+            checked_grid(self.grid)
+
+    predictions = staticmethod(leave_one_out)
+    """The leave-one-out predictions themselves; see :meth:`laplace_plus.GaussianPosterior.leave_one_out`."""
+
+    def tune(
+        self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> LeaveOneOutTuning:
+        """Search the precision; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            ConfigurationError: Neither a precision nor a weight decay of training is known.
+            DataError: Other data than were fitted to.
+            NotPositiveDefiniteError: Leverages at or above one.
+            UnsupportedError: Noise of another likelihood than the Gaussian, or the weight decay of no classifier.
+
+        Warns:
+            ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there; or a
+                classifier fits its training data all but perfectly, so that leaving out tells nothing.
+        """
+        model = posterior.laplace_model()
+        require_network_mean(posterior)
+        noisy = tunes_noise(model.likelihood, self.tune_noise)
+        if noisy and not (model.likelihood.is_gaussian and self.link in (None, "exact")):
+            what = "Noise is tuned by leave-one-out in closed form only."
+            got = f"{type(model.likelihood).__name__} and link={self.link!r}"
+            raise UnsupportedError(what, expected='lp.Gaussian and link="exact"', got=got, fix="Pass tune_noise=False.")
+        data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
+        initial = posterior.prior_precision.detach()
+        training, training_noise = self._training(posterior, model, data, progress)
+        deletions = Deletions(posterior, data, self.kappa * training, training_noise, self.leverages, self.unit)
+        seed = draw_seed(generator) if (self.link or model.likelihood.links[0]) == "mc" else None
+        base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
+        search = partial(self._search, deletions, base, seed=seed, noisy=noisy, progress=progress)
+        if self.grid is None:
+            centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
+            levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
+        else:
+            levels = checked_grid(self.grid).sort().values
+        found = search(levels)
+        losses, scales = found.losses, found.factors
+        _warn_of_interpolation(model, found.n_observations)
+        if self.grid is None and bool(torch.isfinite(losses).any()):
+            best = int(losses.argmin())
+            ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
+            finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
+            more = search(finer)
+            levels, order = torch.cat([levels, finer]).sort()
+            losses, scales = torch.cat([losses, more.losses])[order], torch.cat([scales, more.factors])[order]
+        best = int(losses.argmin())
+        if not math.isfinite(float(losses[best])):
+            what = "At every precision some leverage of the posterior reaches one, or its loss is not finite."
+            got = f"precisions up to {float(levels[-1]):.3g}"
+            fix = 'Pass a grid with larger precisions, or leverages="full", which leaves the posterior\'s covariance.'
+            raise NotPositiveDefiniteError(what, got=got, fix=fix)
+        own, scale = model.likelihood.noise_std, float(scales[best]) if noisy else 1.0
+        return LeaveOneOutTuning(
+            method="leave_one_out",
+            prior_precision=(base * levels[best] / scale**2).to(model.vector.dtype),
+            noise_std=own * scale if noisy and own is not None else None,
+            value=-float(losses[best]),
+            converged=grid_settled(levels, losses, best, "leave_one_out", float(levels[best])),
+            n_evaluations=len(levels),
+            training_prior_precision=training,
+            training_noise_std=own if training_noise is None else as_hyperparameter(training_noise),
+            kappa=float(self.kappa),
+            largest_leverage=found.largest_leverage,
+            precisions=levels,
+            losses=losses,
+        )
+
+    def _training(
+        self, posterior: Tunable, model: LaplaceModel, data: Iterable[Any], progress: bool
+    ) -> tuple[Tensor, Any]:
+        """The prior precision of training, and the noise that belongs to it (None for the likelihood's)."""
+        precision, noise, before = self.training_prior_precision, self.training_noise_std, posterior.tuning
+        if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
+            # The posterior's own precision is a tuned one, not that of training.
+            if precision is None and self.weight_decay is None:
+                precision = before.training_prior_precision
+            noise = before.training_noise_std if noise is None else noise
+        if not check_training_prior(precision, self.weight_decay):
+            raise unknown_training_prior()
+        if self.weight_decay is not None:
+            seen = survey(model, posterior.network, data, posterior.n_data, progress=progress)
+            precision = precision_of_weight_decay(self.weight_decay, seen, model, posterior.temperature.detach())
+        assert precision is not None
+        training = as_hyperparameter(precision).detach()
+        model.prior(training)  # raises for an unusable precision
+        return training, noise
+
+    def _search(
+        self,
+        deletions: Deletions,
+        base: Tensor,
+        levels: Tensor,
+        scales: Sequence[float] = (1.0,),
+        *,
+        seed: int | None,
+        noisy: bool,
+        progress: bool,
+    ) -> Searched:
+        """The losses at precisions ``level · base`` and scales of V, in one pass."""
+        likelihood = deletions.model.likelihood
+        totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
+        valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
+        sums = Sums(totals=totals, valid=valid, n_entries=0.0, n_observations=0.0, leverages=[])
+        for batch in deletions.batches([(base * level, None) for level in levels], sums, progress=progress):
+            totals, valid = sums.totals, sums.valid
+            sums.leverages.append(batch.leverages.amax(-1))
+            if bool((sums.leverages[-1] >= deletions.limit).any()):
+                continue  # they are refused, once all are counted
+            for number, covariance in enumerate(batch.covariances):
+                own = deletions.leverages == "own"
+                if valid[number] and (own or deletions.without_own):
+                    leverages, _, left = leave_out(covariance, batch.root, batch.gradient)
+                    below = (leverages < deletions.limit).all(-1)
+                    valid[number] = not own or bool(below.all())
+                    covariance = torch.where(below[:, None, None], left, covariance)
+                if valid[number]:
+                    terms = self._noise_terms if noisy else self._loss
+                    covariance = batch.by_position(covariance)
+                    totals[number] += torch.stack([terms(likelihood, batch, s * covariance, seed) for s in scales])
+            counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
+            sums.n_observations += counted
+            sums.n_entries += counted * batch.outputs.shape[-1]
+        deletions.check(sums.leverages)
+        totals, n_entries, n_observations = sums.totals, sums.n_entries, sums.n_observations
+        losses, factors = totals[..., 0], totals[..., 1] / n_observations
+        if noisy:
+            factors = (totals[..., 1] / n_entries).sqrt()
+            # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
+            losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
+        losses = torch.where(sums.valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
+        return Searched(losses.flatten(), factors.flatten(), float(torch.cat(sums.leverages).max()), n_observations)
+
+    def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
+        """A batch's loss, and a classifier's confidences: the probabilities of the most probable classes."""
+        generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
+        options: dict[str, Any] = {"link": self.link, "n_samples": self.n_samples, "generator": generator}
+        found = from_functional(likelihood, batch.mean, covariance, **options)
+        p = found.mean
+        sure = p.amax(-1) if likelihood.couples_outputs else torch.maximum(p, 1 - p).mean(-1)
+        return torch.stack([-found.log_prob(batch.targets).sum(), sure.sum()]).double().cpu()
+
+    def _noise_terms(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, _: Any) -> Tensor:
+        """Half a batch's log-determinants, and its squared Mahalanobis distances."""
+        assert likelihood.noise_std is not None
+        flat, targets, _ = likelihood.rows(batch.mean, batch.targets)
+        noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1])
+        lower = torch.linalg.cholesky(covariance.reshape(len(flat), *covariance.shape[-2:]) + torch.diag(noise))
+        distance = torch.linalg.solve_triangular(lower, (targets - flat)[..., None], upper=False)
+        determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum()
+        return torch.stack([determinants, distance.square().sum()]).double().cpu()
+
+
+def _warn_of_interpolation(model: LaplaceModel, n_observations: float) -> None:
+    """Warn where a classifier interpolates its training data: gradients vanish there, so leaving out is blind."""
+    loss = -float(model.log_likelihood()) / n_observations
+    if model.likelihood.is_classifier and loss < INTERPOLATION:
+        warn(
+            f"The network's training loss is {loss:.2g} nats: leaving out data that are fitted all but perfectly "
+            "changes nothing, and tells nothing about new data. Tune by marginal likelihood, or on held-out data.",
+            ConvergenceWarning,
+        )

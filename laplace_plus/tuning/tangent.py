@@ -1,0 +1,304 @@
+"""The evidence of the tangent linear model at its own optimum, and tuning by it.
+
+The Laplace evidence assumes that the network's weights are an optimum of the penalised loss. Networks that are stopped
+early, or trained with normalisation layers, are not at an optimum, and the Laplace evidence can then prefer absurd
+priors. The network's tangent ``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` is a linear model with the same Jacobian. It has an
+optimum θ* for every prior. Its evidence (Antorán et al., "Adapting the linearised Laplace model evidence for modern
+deep learning", 2022) has θ* in place of the network's weights:
+
+    M(Λ) = log p(D | h(θ*))/T − ½ ‖θ* − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T),
+    θ*   = argmin_θ −log p(D | h(θ))/T + ½ ‖θ − μ₀‖²_Λ.
+
+H is the posterior's own curvature at the network's outputs: the simple variant of that paper, which did better there.
+``curvature_at="optimum"`` recomputes it, with the same Jacobian, from the likelihood at ``h(θ*)`` for each θ*. It then
+counts as fixed in the updates of Λ, so that F may fall; with Gaussian noise it does not change.
+
+As θ* is a minimiser, ``∂M/∂log λ_g = ½ (γ_g − λ_g ‖θ* − μ₀‖²_g)`` with the effective parameters
+``γ_g = tr (H/T + Λ)⁻¹_g H_g/T``. Where it vanishes, MacKay's (1992) fixed point ``λ_g = γ_g / ‖θ* − μ₀‖²_g`` holds.
+This joint stationary point of θ and Λ is found by alternation. Each half maximises
+
+    F(θ, Λ) = log p(D | h(θ))/T − ½ ‖θ − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T)
+
+over one argument, in which it is concave (in log Λ; see :mod:`laplace_plus.tuning.objective`), so F never falls.
+Anderson's (1965) extrapolation shortens the way, and is undone wherever M falls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.io.passes import once
+from laplace_plus.tuning.base import Tunable, TuningResult, check_choice, check_counts
+from laplace_plus.tuning.fitted_data import survey
+from laplace_plus.tuning.marginal_likelihood import EvidenceTuner
+from laplace_plus.tuning.objective import EvidencePoint, Objective
+from laplace_plus.tuning.tangent_curvature import curvature_at
+from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
+
+_COARSE = 0.1
+"""Accuracy of the first optimum, in nats: a first update of the precisions gains far more than this."""
+
+_REFINED = 1e-2
+"""Least ratio of the accuracies of two optima that follow each other: where θ stays as it is, derivatives vanish by
+chance, and a far more accurate θ for precisions that still change would be lost work."""
+
+_NEAR = 1e-4
+"""Derivatives up to which fixed-point steps replace line searches, which compare values and so resolve the root of
+their rounding error alone."""
+
+_REMEMBERED = 5
+"""Steps used in an extrapolation, the usual depth of Anderson's method."""
+
+
+_FALL = 0.1
+"""Nats by which an extrapolation may lower M where H follows θ*: M may fall on the way, but not far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TangentResult(TuningResult):
+    """What tuning by the tangent model's evidence found, and how.
+
+    Attributes:
+        group_precision: ``[G]``, one precision for each group (for a scalar prior ``[1]``), before any scaling.
+        effective_parameters: γ, how many parameters of each of these groups the data determine.
+        n_iterations: Number of alternations.
+        n_steps: Number of steps that the convex optimisation took, over all alternations.
+        n_passes: Number of passes over the data in this process, the one that collects the Jacobian included.
+        optimum_gradient_norm: Euclidean norm of the penalised loss's gradient at θ*.
+        optimum_decrement: About how many nats the penalised loss at θ* lies above its least value.
+        pressing: The largest derivative by the logarithm of a hyperparameter at a limit of the search, beyond which
+            the evidence still rises.
+        trace: The evidence M after each alternation.
+        network_value: The evidence of the network's own weights at the same hyperparameters, for comparison.
+    """
+
+    group_precision: Tensor
+    effective_parameters: Tensor
+    n_iterations: int
+    n_steps: int
+    n_passes: int
+    optimum_gradient_norm: float
+    optimum_decrement: float
+    pressing: float
+    trace: tuple[float, ...]
+    network_value: float
+
+
+@dataclass(frozen=True)
+class Tangent(EvidenceTuner):
+    """Maximises the evidence of the network's linearisation at its own optimum.
+
+    See :mod:`laplace_plus.tuning.tangent`. Choose it for networks that were stopped early, or that have normalisation
+    layers, of which ``structure="normalized_groups"`` gives each normalised layer a precision of its own.
+
+    Args:
+        structure: As for :class:`~laplace_plus.MarginalLikelihood`.
+        scaling: Likewise.
+        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
+        data: The training data; by default the loaders of the fit.
+        tolerance: Converged when no derivative of the evidence by the logarithm of a hyperparameter exceeds this, in
+            nats.
+        max_iterations: The number of alternations after which to give up.
+        predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum,
+            ``f(x) + J(x) (θ* − θ̃)``.
+        curvature_at: The outputs at which the evidence takes H: the ``"network"``'s, or the tangent model's at its
+            ``"optimum"``, which costs one or two more passes for each θ*. Predictions keep the posterior's own H.
+        method: How precisions are updated for each θ: ``"marginal_likelihood"`` (to their optimum), ``"mackay"`` (one
+            step of the fixed point) or ``"em"`` (one step, slower).
+        max_steps: The number of steps after which the convex optimisation of one alternation gives up.
+        keep_jacobian: Whether to keep the Jacobian of all data; None for where it is small.
+
+    Raises:
+        ConfigurationError: An option that is none of these.
+    """
+
+    tolerance: float = 1e-2
+    max_iterations: int = 100
+    predictive_mean: str = "network"
+    curvature_at: str = "network"
+    method: str = "marginal_likelihood"
+    max_steps: int = 1000
+    keep_jacobian: bool | None = None
+
+    passes_over_data: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
+        check_choice("place of the curvature", self.curvature_at, ("network", "optimum"))
+        check_choice("method", self.method, ("marginal_likelihood", "mackay", "em"))
+        check_counts(max_steps=self.max_steps)
+
+    def tune(
+        self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> TangentResult:
+        """Find the optimum and the hyperparameters jointly; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            UnsupportedError: A fit by several processes, or a prior that the posterior's structure does not take.
+            DataError: Not the data of the fit, or data that come only once.
+            NonFiniteError: The loss of the tangent model is not finite.
+
+        Warns:
+            ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
+        """
+        if posterior.group is not None and posterior.group.size > 1:
+            fix = "Save the posterior, load it in one process, and pass data= with all the data."
+            raise UnsupportedError("The tangent model's optimum is sought by one process.", fix=fix)
+        data = posterior.training_data.again(self.data, "The tangent model's optimum passes over the training data.")
+        objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
+        objective = replace(objective, limits=objective.box)
+        model, kept = objective.model, self.keep_jacobian
+        survey(model, posterior.network, data, posterior.n_data, progress=progress)
+        tangent = TangentModel(
+            posterior.network, model.likelihood, data, temperature=posterior.temperature, keep_jacobian=kept
+        )
+        ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
+        search = _Alternation(self, objective, tangent, posterior)
+        now, optimum, trace = search.run(ticks)
+        advice = (
+            f"and an optimum within {optimum.decrement:.2g} nats after {search.n_iterations} alternations and "
+            f"{search.n_steps} steps; raise max_iterations or max_steps, or the tolerance"
+        )
+        what, accurate = "Tuning by the tangent model's evidence", optimum.decrement <= self.tolerance
+        converged = now.has_converged(self.tolerance, what, advice, accurate=accurate)
+        precision, noise = objective.split(now.logarithms)
+        dtype = tangent.vector.dtype
+        with torch.no_grad():
+            network_value = objective.value(now.logarithms).item()
+        return TangentResult(
+            method=self.method,
+            prior_precision=precision.to(dtype),
+            noise_std=noise,
+            value=now.value,
+            converged=converged,
+            pressing=now.pressing,
+            gradient_norm=now.norm,
+            n_evaluations=search.n_evaluations,
+            groups=objective.groups,
+            vector=optimum.vector.to(dtype),
+            predictive_mean=self.predictive_mean,
+            group_precision=now.logarithms[: objective.n_precisions].exp().to(dtype),
+            effective_parameters=now.effective_parameters(),
+            n_iterations=search.n_iterations,
+            n_steps=search.n_steps,
+            n_passes=tangent.n_passes,
+            optimum_gradient_norm=optimum.gradient_norm,
+            optimum_decrement=optimum.decrement,
+            trace=tuple(trace),
+            network_value=network_value,
+        )
+
+
+class _Alternation:
+    """Maximises F over θ and Λ alternately."""
+
+    def __init__(self, options: Tangent, objective: Objective, tangent: TangentModel, posterior: Tunable):
+        self.options, self.objective, self.tangent, self.posterior = options, objective, tangent, posterior
+        self.n_steps = self.n_evaluations = self.n_iterations = 0
+
+    def run(self, ticks: Iterator[int]) -> tuple[EvidencePoint, TangentOptimum, list[float]]:
+        """Alternate until the tolerance is met: the last point, θ* there, and all values."""
+        tolerance, accuracy, mixer = self.options.tolerance, _COARSE, _Extrapolation()
+        point, start, last, trace = self.objective.start(), None, -math.inf, []
+        plain = point
+        for _ in itertools.islice(ticks, self.options.max_iterations):
+            self.n_iterations += 1
+            optimum, now = self._optimum(point, start, accuracy)
+            allowed = 2 * accuracy if self.options.curvature_at == "network" else _FALL
+            if now.value < last - allowed and mixer.used:  # undo the extrapolation
+                point, mixer = plain, _Extrapolation()
+                continue
+            found = now, optimum
+            start, last = optimum.vector, now.value
+            trace.append(now.value)
+            finest = self._finest(now, optimum)
+            if now.norm <= tolerance:
+                if optimum.converged and accuracy <= finest:
+                    break
+                accuracy = max(finest, _REFINED * accuracy)  # only the optimum's accuracy is missing
+                continue
+            plain = self._update(now)
+            # Compute θ only as accurately as the next update of Λ needs.
+            accuracy = max(finest, min(accuracy, max(0.01 * now.norm**2, _REFINED * accuracy)))
+            low, high = self.objective.box
+            point = mixer(point, plain).clamp(low, high)
+        return *found, trace
+
+    def _optimum(self, point: Tensor, start: Tensor | None, accuracy: float) -> tuple[TangentOptimum, EvidencePoint]:
+        """θ* at some hyperparameters, and the evidence with θ* in place of θ̃."""
+        model = self.objective.model
+        precision, noise = self.objective.split(point)
+        prior = model.prior(precision)
+        factors = model.factors(prior.precision, self.objective.temperature, noise)
+        likelihood = model.likelihood if noise is None else model.likelihood.with_noise(noise)
+        search = partial(
+            tangent_optimum,
+            self.tangent.with_likelihood(likelihood),
+            prior,
+            start,
+            precondition=lambda gradient: model.solve(factors, gradient),
+            tolerance=accuracy,
+            max_iterations=self.options.max_steps,
+        )
+        optimum: TangentOptimum = once("tangent optimum", search)
+        self.n_steps += optimum.n_iterations
+        self.n_evaluations += 1
+        if self.options.curvature_at == "optimum":
+            model = replace(model, curvature=curvature_at(self.posterior, self.tangent, optimum.vector))
+            self.objective = replace(self.objective, model=model)  # the next search for θ* is preconditioned by it
+        at = replace(model, vector=optimum.vector, statistics=optimum.statistics)
+        return optimum, replace(self.objective, model=at).at(point)
+
+    def _finest(self, now: EvidencePoint, optimum: TangentOptimum) -> float:
+        """The accuracy of θ, in nats, that limits the error of every derivative to a quarter of the tolerance.
+
+        ``½ λ ‖θ − μ‖²`` changes by at most ``(λ ‖θ−μ‖² · 2ε)^½`` where the penalised loss is ε above its minimum.
+        """
+        objective = now.objective
+        energy = float((now.logarithms[: objective.n_precisions].exp() * objective.scatter()).sum())
+        rounding = (100 * torch.finfo(self.tangent.vector.dtype).eps) ** 2 * max(1.0, abs(optimum.value))
+        return max(self.options.tolerance**2 / (32 * max(1.0, energy)), rounding)
+
+    def _update(self, now: EvidencePoint) -> Tensor:
+        """Better hyperparameters for the present θ."""
+        if self.options.method != "marginal_likelihood":
+            return now.fixed_point_step(self.options.method)
+        if now.norm <= _NEAR:
+            return now.fixed_point_step("mackay")
+        best, evaluations = now.ascend(self.options.tolerance, 2000, itertools.count())
+        self.n_evaluations += evaluations
+        return best.logarithms
+
+
+class _Extrapolation:
+    """Anderson's (1965) extrapolation of a fixed-point iteration, from a few of its last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
+        self.used = False
+
+    def __call__(self, point: Tensor, image: Tensor) -> Tensor:
+        """The next point, after a point and its image under the iteration."""
+        self._steps.append((point, image - point))
+        points, residuals = (torch.stack(part, 1) for part in zip(*self._steps, strict=True))
+        moves, changes = (values[:, -1:] - values[:, :-1] for values in (points, residuals))
+        gram = changes.T @ changes
+        self.used = len(gram) > 0 and bool(gram.isfinite().all()) and float(gram.diagonal().min()) > 0
+        if not self.used:
+            return image
+        gram.diagonal().add_(1e-10 * gram.diagonal().mean())  # the last changes may be nearly parallel
+        step = image - point - (moves + changes) @ torch.linalg.solve(gram, changes.T @ (image - point))
+        # At most a factor of ten beyond the plain step in each hyperparameter.
+        return point + step.clamp(image - point - math.log(10), image - point + math.log(10))

@@ -1,0 +1,330 @@
+"""The network's tangent as a model of its own, and its optimum.
+
+    h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)
+
+is linear in the parameters. For log-concave likelihoods its penalised loss is convex and has one optimum θ*, however
+the network was trained (Antorán et al., 2022). θ̃ are the network's weights. The prior is on θ itself, not on θ − θ̃.
+
+All sums stream over the data, which may come in another order in each pass. For small problems the Jacobian of all data
+is kept instead, and later passes do not run the network.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus import _memory
+from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
+from laplace_plus.errors import NonFiniteError
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.capture import Capture
+from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.priors import GaussianPrior
+
+_KEPT_BYTES = 2 * 2**30
+"""A Jacobian of all data up to this size is kept: a common share of a workstation's memory."""
+
+_MEMORY_ENTRIES = 2**27
+"""Most numbers that L-BFGS stores: 1 GiB in float64."""
+
+
+class Evaluation(NamedTuple):
+    """A loss at one point, its gradient ``[P]`` float64, and the likelihood's statistics there."""
+
+    value: float
+    gradient: Tensor
+    statistics: Tensor
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether value and gradient are finite."""
+        return math.isfinite(self.value) and bool(torch.isfinite(self.gradient).all())
+
+
+def batch_jacobian(network: Network, inputs: Any) -> tuple[Tensor, Tensor]:
+    """The network's outputs ``[B, *, C]`` and its Jacobian ``[B·M·C, P]``, one row for each output."""
+    capture = Capture(network, inputs)
+    gradients = Gradients(network, capture)
+    outputs = capture.outputs.to(network.dtype)  # may count positions as examples
+    n, size = len(outputs), outputs[0].numel()
+    jacobian = torch.empty(n, size, network.n_parameters, dtype=outputs.dtype, device=outputs.device)
+    one_hot = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
+    for some in gradients.cotangent_chunks(size):
+        cotangents = one_hot[some].expand(-1, n, *outputs.shape[1:])
+        batched = gradients.whole(cotangents)[1].dense(slice(0, n))  # [V, B, 1, 1, P]
+        jacobian[:, some] = batched.flatten(2).transpose(0, 1).to(jacobian)
+    return outputs.view(capture.output_shape).detach(), jacobian.flatten(0, 1)
+
+
+class TangentModel:
+    """``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` on data, under a likelihood; points are deviations ``θ − θ̃``, ``[P]``.
+
+    Args:
+        network: The network, or a module of which all parameters that require gradients are taken.
+        likelihood: A name or a :class:`~laplace_plus.Likelihood`.
+        data: An iterable of batches that can be started again; the order may change, the examples may not.
+        temperature: Divides the log-likelihood.
+        chunk_size: Number of vectors that are pushed through the network at a time.
+        keep_jacobian: Whether to keep the Jacobian of all data; by default where it is small.
+        progress: Whether to show a progress bar for each pass.
+
+    Attributes:
+        vector: θ̃, ``[P]``.
+        n_data: Number of examples.
+        n_passes: Number of passes over the data so far.
+
+    Raises:
+        DataError: Data that can be run over only once, or of no known form.
+        LabelError: Targets that do not fit the likelihood.
+        NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(20, 3, dtype=torch.float64)
+        >>> model = TangentModel(nn.Linear(3, 1).double(), "regression", [(x, x.sum(1, keepdim=True))])
+        >>> best = tangent_optimum(model, 1e-6)
+        >>> torch.allclose(best.vector, torch.tensor([1.0, 1.0, 1.0, 0.0]).double(), atol=1e-4)
+        True
+    """
+
+    def __init__(
+        self,
+        network: Network | nn.Module,
+        likelihood: str | Likelihood,
+        data: Iterable[Any],
+        *,
+        temperature: float | Tensor = 1.0,
+        chunk_size: int = CHUNK_SIZE,
+        keep_jacobian: bool | None = None,
+        progress: bool = False,
+    ):
+        self.likelihood = resolve_likelihood(likelihood)
+        self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
+        self.network = self._stream.network
+        self.temperature = torch.as_tensor(temperature, dtype=torch.float64).detach()
+        with exact_arithmetic(self.network):
+            for batch, outputs in self._stream.survey("tangent model: data"):
+                self.likelihood.validate(outputs, batch.target)
+            self.vector = self.network.vector()
+            n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
+            if keep_jacobian is None:
+                keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 2)
+            self._counter = [1 + keep_jacobian]
+            self._kept = None
+            if keep_jacobian:
+                batches = self._stream.batches("tangent model", ordered=False)
+                self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
+
+    @property
+    def n_data(self) -> int:
+        """Number of examples."""
+        return self._stream.n_data
+
+    @property
+    def n_passes(self) -> int:
+        """How often the data were passed over, by this model and those that share its data."""
+        return self._counter[0]
+
+    def with_likelihood(self, likelihood: Likelihood) -> TangentModel:
+        """The same model under another likelihood, e.g. with another noise; all else is shared."""
+        result = copy.copy(self)
+        result.likelihood = likelihood
+        return result
+
+    def evaluate(self, deviation: Tensor) -> Evaluation:
+        """The loss ``−log p(D | h(θ))/T``, its gradient and statistics at a deviation ``[P]``, in one pass."""
+        gradient = torch.zeros(len(self.vector), dtype=torch.float64, device=self.vector.device)
+        statistics, pushed = torch.zeros(()), deviation.to(self.vector)
+        with exact_arithmetic(self.network), torch.no_grad():
+            for target, outputs, line in self._lines():
+                kept = isinstance(line, Tensor)
+                outputs = outputs + ((line @ pushed).view(outputs.shape) if kept else line.push(pushed[None])[0])
+                statistics = statistics + self.likelihood.statistics(outputs, target).cpu()
+                residual = self._residual(outputs, target).to(pushed)
+                gradient += line.T @ residual.flatten() if kept else line.pull.one(residual)
+        loss = -self.likelihood.log_likelihood(statistics) / self.temperature
+        return Evaluation(float(loss), gradient / self.temperature.to(gradient.device), statistics)
+
+    def outputs_at(self, vector: Tensor) -> Iterator[tuple[Batch, Tensor]]:
+        """Every batch with the tangent's outputs ``h(θ, x) [B, *, C]`` at θ ``[P]``, in one pass."""
+        self._counter[0] += 1
+        for batch, line in self._stream.linearizations("tangent model", ordered=False):
+            with torch.no_grad():
+                outputs = line.outputs + line.push((vector.to(self.vector) - self.vector)[None])[0]
+            yield batch, outputs
+
+    def _lines(self) -> Iterable[tuple[Any, Tensor, Any]]:
+        """Of each batch the target, the outputs at θ̃ and the linearisation; where it is kept, the Jacobian."""
+        if self._kept is not None:
+            return self._kept
+        self._counter[0] += 1
+        lines = self._stream.linearizations("tangent model", ordered=False)
+        return ((batch.target, line.outputs, line) for batch, line in lines)
+
+    def _residual(self, outputs: Tensor, target: Any) -> Tensor:
+        """``−∂ log p(y | h) / ∂h`` at the current noise, in the outputs' shape."""
+        flat, targets, weight = self.likelihood.rows(outputs, target)
+        groups = self.likelihood.output_groups(flat.shape[-1])
+        scale = self.likelihood.curvature_weights().detach()[groups].to(flat)
+        gradient = self.likelihood.gradient(flat, targets).detach()
+        # Ignored observations have placeholder targets, and 0 · inf would not be zero.
+        return torch.where(weight[:, None] > 0, gradient * scale, 0.0).view(outputs.shape)
+
+
+@dataclass(frozen=True)
+class TangentOptimum:
+    """The optimum θ* of a tangent model, or where the search for it ended.
+
+    Attributes:
+        vector: θ*, ``[P]``.
+        value: The penalised loss ``−log p(D | h(θ*))/T + ½ (θ*−μ₀)ᵀ P₀ (θ*−μ₀)``, in nats.
+        statistics: The likelihood's statistics at ``h(θ*)``.
+        gradient_norm: Euclidean norm of the penalised loss's gradient.
+        decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P: an estimate of the excess loss, in nats.
+        converged: Whether the decrement met the tolerance, or rounding allows no further step.
+    """
+
+    vector: Tensor
+    value: float
+    statistics: Tensor
+    gradient_norm: float
+    decrement: float
+    n_iterations: int
+    converged: bool
+
+
+def tangent_optimum(
+    model: TangentModel,
+    prior: GaussianPrior | Tensor | float,
+    start: Tensor | None = None,
+    *,
+    precondition: Callable[[Tensor], Tensor] | None = None,
+    tolerance: float = 1e-6,
+    max_iterations: int = 1000,
+) -> TangentOptimum:
+    """The optimum of a tangent model's penalised loss, by preconditioned L-BFGS (Nocedal, 1980).
+
+    Args:
+        model: The tangent model.
+        prior: A prior, or the precisions ``[P]`` or a precision of one with mean zero.
+        start: ``[P]``; by default the network's weights.
+        precondition: Multiplies ``[P]`` by an approximate inverse of the penalised loss's Hessian; by default by the
+            inverse prior precision.
+        tolerance: Stop once the decrement is at most this, in nats.
+        max_iterations: Largest number of steps, each of about one pass over the data.
+
+    Raises:
+        NonFiniteError: The loss is not finite at the start, or nowhere along a search direction.
+    """
+    if isinstance(prior, GaussianPrior):
+        precision, centre = prior.vector(), prior.mean
+    else:
+        precision, centre = torch.as_tensor(prior).detach(), torch.zeros(())
+    origin = model.vector.double()
+    precision, centre = precision.detach().to(origin), centre.detach().to(origin)
+    rounding = 10 * torch.finfo(model.vector.dtype).eps
+
+    def function(deviation: Tensor) -> Evaluation:
+        at = model.evaluate(deviation)
+        away = origin + deviation - centre
+        return Evaluation(at.value + float(precision * away @ away) / 2, at.gradient + precision * away, at.statistics)
+
+    def scaled(vector: Tensor) -> Tensor:
+        return vector / precision if precondition is None else precondition(vector)
+
+    point = torch.zeros_like(origin) if start is None else start.to(origin) - origin
+    if not (at := function(point)).is_finite:
+        raise _diverged(0, at.value)
+    numbers = min(_MEMORY_ENTRIES, _memory.budget(origin.device) // 48) if _memory.is_given() else _MEMORY_ENTRIES
+    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=max(2, min(20, numbers // (2 * len(origin)))))
+    for iteration in range(max_iterations + 1):
+        conditioned = scaled(at.gradient)
+        decrement = float(at.gradient @ conditioned) / 2
+        converged = decrement <= tolerance
+        if converged or iteration == max_iterations:
+            break
+        direction = -_two_loops(pairs, at.gradient, conditioned, scaled)
+        if not float(direction @ at.gradient) < 0:  # the stored pairs are dominated by rounding
+            pairs.clear()
+            direction = -conditioned
+        found = _line_search(function, point, at, direction, rounding, iteration)
+        if found is not None:
+            step, new = found
+            if float((new.gradient - at.gradient) @ step) > 0:
+                pairs.append((step, new.gradient - at.gradient))
+            point, at = point + step, new
+        elif pairs:
+            pairs.clear()
+        else:  # a step would gain less than values and gradients resolve
+            converged = decrement <= max(tolerance, 10 * rounding * abs(at.value))
+            break
+    norm = float(at.gradient.norm())
+    return TangentOptimum(origin + point, at.value, at.statistics, norm, decrement, iteration, converged)
+
+
+def _line_search(
+    function: Callable[[Tensor], Evaluation], point: Tensor, at: Evaluation, direction: Tensor, rounding: float, n: int
+) -> tuple[Tensor, Evaluation] | None:
+    """A step that halves the derivative along the direction, and the function there; None if there is none.
+
+    Derivatives locate the minimum of a convex function to more digits than its values do.
+    """
+    slope, length, any_finite, new = float(direction @ at.gradient), 1.0, False, at
+    low, high = (0.0, slope), (math.inf, math.inf)
+    for _ in range(20 if -slope > 10 * rounding * abs(at.value) else 4):  # few trials where rounding hides the gain
+        new = function(point + length * direction)
+        along = float(new.gradient @ direction) if new.is_finite else math.inf
+        any_finite |= math.isfinite(along)
+        lower = new.value <= at.value + 1e-4 * length * slope + rounding * abs(at.value)
+        if lower and abs(along) <= abs(slope) / 2:
+            return length * direction, new
+        if along > 0 or not lower:
+            high = length, along
+        else:
+            low = length, along
+        if math.isinf(high[0]):  # extrapolate the derivative linearly to zero, by a factor of two to ten
+            ahead = length * slope / (slope - along) if along > slope else math.inf
+            length = min(max(ahead, 2 * length), 10 * length)
+        else:  # interpolate it
+            part = low[1] / (low[1] - high[1]) if 0 < high[1] < math.inf else 0.25
+            length = low[0] + (high[0] - low[0]) * min(max(part, 0.05), 0.95)
+    if not any_finite:
+        raise _diverged(n, new.value)
+    return None
+
+
+def _two_loops(
+    pairs: deque[tuple[Tensor, Tensor]], gradient: Tensor, conditioned: Tensor, precondition: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The inverse Hessian of the stored pairs and the preconditioner, times the gradient.
+
+    The preconditioner is scaled to the latest step (Nocedal and Wright, 2006, section 7.2). Its overall size may be
+    wrong, as that of Kronecker factors with shared weights, which would cost many steps.
+    """
+    if not pairs:
+        return conditioned
+    result, weights = gradient.clone(), []
+    for step, change in reversed(pairs):
+        weights.append(float(step @ result) / float(step @ change))
+        result -= weights[-1] * change
+    step, change = pairs[-1]
+    result = precondition(result) * (float(step @ change) / float(change @ precondition(change)))
+    for (step, change), weight in zip(pairs, reversed(weights), strict=True):
+        result += (weight - float(change @ result) / float(step @ change)) * step
+    return result
+
+
+def _diverged(iteration: int, value: float) -> NonFiniteError:
+    what = f"The optimisation of the tangent model diverged after {iteration} steps."
+    fix = "Start from a larger prior precision, or look for outliers among the data."
+    return NonFiniteError(what, expected="a finite loss and gradient", got=f"a loss of {value:.3g}", fix=fix)
