@@ -23,7 +23,7 @@ def count(name: str, value: Any, least: int = 1, fix: str | None = None) -> int:
 def number(
     name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
 ) -> float:
-    """``value``, or :class:`ConfigurationError` unless it is a finite number > ``above`` and in [``least``, ``most``]."""
+    """``value``, or :class:`ConfigurationError` unless it is a finite number > ``above`` in [``least``, ``most``]."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not known or not (value > above and least <= value <= most):
         bounds = [f"> {above:g}"] * (above > -math.inf) + [f"≥ {least:g}"] * (least > -math.inf)
