@@ -31,7 +31,7 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import io
+from laplace_plus import checks, io
 from laplace_plus.applications.scaling import fit_scaling, scaled
 from laplace_plus.errors import (
     CheckpointError,
@@ -54,7 +54,6 @@ from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning import fitted_data
-from laplace_plus.tuning.base import check_choice, check_positive
 from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Leverages
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
@@ -157,7 +156,7 @@ class CalibratedPosterior:
         """
         likelihood = self.posterior.likelihood
         link = self.link if link is None else link
-        check_choice("link", link, likelihood.links)
+        checks.choice("link", link, likelihood.links)
         if self.covariance_scale == 0:
             link, mean = "probit", _outputs(self.posterior, x) / self.temperature
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
@@ -194,8 +193,8 @@ def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
     try:
         report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
         numbers: Any = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
-        check_choice("link", found["link"], posterior.likelihood.links)
-        check_positive(temperature=numbers["temperature"])
+        checks.choice("link", found["link"], posterior.likelihood.links)
+        checks.positive("temperature", numbers["temperature"])
         one = (posterior.n_outputs,)
         shapes = {"weight": (one, 2 * one), "bias": (one,)}
         scaling: Any = {name: torch.tensor(found[name], dtype=torch.float64) for name in shapes if found.get(name)}
@@ -291,7 +290,7 @@ def calibrate(
         >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
         ('temperature', True)
     """
-    check_choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
+    checks.choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
     if method != "leave_one_out":
         if data is None or any(one is not None for one in (training_prior_precision, weight_decay, refit)):
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
@@ -307,7 +306,7 @@ def calibrate(
     _check(posterior, fallback, interpolation)
     assert isinstance(posterior, GaussianPosterior)
     link = posterior.likelihood.links[0] if link is None else link
-    check_choice("link", link, tuple(name for name in posterior.likelihood.links if name != "bridge"))
+    checks.choice("link", link, tuple(name for name in posterior.likelihood.links if name != "bridge"))
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
     training_nll, n_terms = _training_loss(posterior, again, progress)
     own = copy.copy(posterior)  # shares the curvature and the network
@@ -374,7 +373,7 @@ def _require_classifier(posterior: Any, kind: Any) -> None:
 
 def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
     _require_classifier(posterior, GaussianPosterior)
-    check_choice("fallback", fallback, ("raise", "marginal_likelihood"))
+    checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
     if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
         what = "interpolation must be a non-negative number."
         raise ConfigurationError(what, expected="interpolation >= 0", got=repr(interpolation))

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.applications.calibration import CalibratedPosterior
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
 from laplace_plus.io import digest
@@ -37,7 +38,6 @@ from laplace_plus.network.batches import batch_size, describe, iterate
 from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction
-from laplace_plus.tuning.base import check_choice
 
 CLASS_SCORES = ("threshold", "adaptive", "regularized")
 NUMBER_SCORES = ("scaled", "residual", "quantile")
@@ -172,11 +172,11 @@ def conformalize(
     likelihood = inner.likelihood
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
     score = known[0] if score is None else score
-    check_choice("score", score, known)
+    checks.choice("score", score, known)
     if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
         raise ConfigurationError("The level is no probability.", expected="0 < level < 1", got=repr(level))
     if by is not None and not callable(by):
-        check_choice("grouping", by, ("class",) if likelihood.is_classifier else ())
+        checks.choice("grouping", by, ("class",) if likelihood.is_classifier else ())
     found, n_classes = [], 1
     for batch in iterate(data, device=inner.network.device, progress=progress, description="conformal scores"):
         prediction = posterior.predictive(batch.inputs, generator=generator)
@@ -270,7 +270,7 @@ def _restored(posterior: Any, entry: Any) -> ConformalPosterior:
     try:
         limits = [math.inf if q is None else float(q) for q in entry["thresholds"]]
         thresholds = torch.tensor(limits, dtype=torch.float64).view(entry["shape"])
-        check_choice("score", entry["score"], CLASS_SCORES + NUMBER_SCORES)
+        checks.choice("score", entry["score"], CLASS_SCORES + NUMBER_SCORES)
         own = entry["score"], float(entry["level"]), thresholds, entry["by"], dict(entry["state"])
         return ConformalPosterior(posterior, *own)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

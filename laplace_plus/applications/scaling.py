@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError, warn
 from laplace_plus.io.passes import Sums, summed
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -19,7 +20,6 @@ from laplace_plus.network.batches import iterate
 from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import from_functional
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior
-from laplace_plus.tuning.base import check_choice
 
 LARGEST = 8.0
 """A factor on outputs beyond this, or a temperature, is taken for a search that did not end."""
@@ -65,7 +65,7 @@ def fit_scaling(
     """The scaling of a classifier; arguments, errors and warnings as of :func:`laplace_plus.calibrate`."""
     likelihood, size = posterior.likelihood, posterior.n_outputs
     link = link or posterior.link or likelihood.links[0]
-    check_choice("link", link, likelihood.links)
+    checks.choice("link", link, likelihood.links)
     if method == "matrix" and size > MANY_OUTPUTS:
         what = "A matrix has too many entries for held-out data."
         raise UnsupportedError(what, expected=f"at most {MANY_OUTPUTS} outputs", got=f"{size}", fix='Use "vector".')

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import io
+from laplace_plus import checks, io
 from laplace_plus._memory import parse_bytes, require_free, require_room
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
@@ -29,7 +29,6 @@ from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network.network import Network, exact_arithmetic, turn
 from laplace_plus.network.selection import Selection
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
-from laplace_plus.tuning.base import check_counts
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Option = TypeVar("Option")
@@ -210,7 +209,8 @@ class Configured:
 
     def check_draws(self, **numbers: int) -> None:
         """Raise :class:`ConfigurationError` for no positive number, or too many parameter vectors for the memory."""
-        check_counts(**numbers)
+        for name, value in numbers.items():
+            checks.count(name, value)
         size = self.n_parameters * self.network.dtype.itemsize
         for name, n in numbers.items():
             what, fix = f"{n} vectors of {self.n_parameters:,} parameters", f"Lower {name}, or select fewer parameters."

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import (
@@ -44,7 +45,7 @@ from laplace_plus.predictive.deviations import moments
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, output_indices
 from laplace_plus.structured import Factor
 from laplace_plus.structured.sampling import add_draws_
-from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner, check_choice, check_positive
+from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner
 from laplace_plus.tuning.laplace import LaplaceModel
 
 MANY_LEVELS = 16
@@ -361,7 +362,7 @@ class GaussianPosterior(Moments):
         key = (precision, temperature, *versions, scale, self.likelihood, self._prior_groups)
         if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
             if scale != 1:
-                check_positive(covariance_scale=scale)
+                checks.positive("covariance_scale", scale)
             factors = self.laplace_model().factors(precision.detach() / scale, temperature.detach() * scale)
             self._factor_cache = key, factors
         return self._factor_cache[1]
@@ -433,7 +434,7 @@ class GaussianPosterior(Moments):
 
     @predictive_mean.setter
     def predictive_mean(self, value: Literal["network", "tangent"]) -> None:
-        check_choice("mean of predictions", value, ("network", "tangent"))
+        checks.choice("mean of predictions", value, ("network", "tangent"))
         if value == "network":
             self.tangent_mean = None
         elif self.tangent_mean is None:
@@ -496,5 +497,5 @@ class GaussianPosterior(Moments):
         self.earlier = ADDED["lost"] if header.get("continued") else None
         self.adopt(sums, tensors["vector"])
         self.tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
-        check_positive(covariance_scale=header.get("covariance_scale", 1.0))
+        checks.positive("covariance_scale", header.get("covariance_scale", 1.0))
         self.covariance_scale = float(header.get("covariance_scale", 1.0))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature import Backend, KroneckerStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.linalg.arguments import require_count
@@ -14,7 +15,6 @@ from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.structured import KroneckerBlock
-from laplace_plus.tuning.base import check_choice
 
 _KRONECKER = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
@@ -81,8 +81,8 @@ class KFAC(GaussianPosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
-        check_choice("output_factor", output_factor, ("auto", "dense", "diagonal"))
+        checks.choice("weight_sharing", weight_sharing, ("expand", "reduce"))
+        checks.choice("output_factor", output_factor, ("auto", "dense", "diagonal"))
         if output_factor == "diagonal" and eigenvalue_corrected:
             raise ConfigurationError(
                 "Corrected eigenvalues belong to a dense output factor.",

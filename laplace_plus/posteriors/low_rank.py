@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus import kernels
+from laplace_plus import checks, kernels
 from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structure, curvature_operator
 from laplace_plus.distributed import SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
@@ -33,7 +33,6 @@ from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.sums import FitSums, sum_over_ranks
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
-from laplace_plus.tuning.base import check_counts, check_positive
 
 
 class LowRank(GaussianPosterior):
@@ -90,10 +89,12 @@ class LowRank(GaussianPosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_counts(rank=rank, max_restarts=max_restarts, remainder_depth=remainder_depth)
+        checks.count("rank", rank)
+        checks.count("max_restarts", max_restarts)
+        checks.count("remainder_depth", remainder_depth)
         if remainder_probes != 0:
-            check_counts(remainder_probes=remainder_probes)
-        check_positive(tolerance=tolerance)
+            checks.count("remainder_probes", remainder_probes)
+        checks.positive("tolerance", tolerance)
         if not tolerance < 1:
             raise ConfigurationError(
                 "tolerance must lie between 0 and 1.", expected="0 < tolerance < 1", got=repr(tolerance)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Estimate
@@ -28,7 +29,7 @@ from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
-from laplace_plus.tuning.base import check_counts, check_positive, require_only
+from laplace_plus.tuning.base import require_only
 from laplace_plus.tuning.validation import grid_settled
 
 _WHY = "The projection passes over the data again and again."
@@ -54,8 +55,8 @@ class LineSearch:
     data: Iterable[Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(allowance=self.allowance)
-        check_counts(n_samples=self.n_samples)
+        checks.positive("allowance", self.allowance)
+        checks.count("n_samples", self.n_samples)
 
     def tune(
         self, posterior: NullSpace, *, progress: bool = False, generator: torch.Generator | None = None
@@ -153,7 +154,7 @@ class NullSpace(ProjectedNoisePosterior):
     def relative_log_evidence(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """``½ (r log α − α ‖θ̂ − μ‖²)``, the log evidence up to a term without α; 0-d float64, differentiable."""
         alpha = torch.as_tensor(self._prior_precision if prior_precision is None else prior_precision).double()
-        check_positive(prior_precision=float(alpha.detach()))
+        checks.positive("prior_precision", float(alpha.detach()))
         return (self.report.rank.value * alpha.log() - alpha * self._scatter()) / 2
 
     def _scatter(self) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, require_free
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError, unknown_option
 from laplace_plus.likelihoods import Likelihood
@@ -21,7 +22,6 @@ from laplace_plus.posteriors.storing import Stored
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.deviations import MOST_SAMPLES, EstimatedPosterior, moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
-from laplace_plus.tuning.base import check_choice, check_counts
 
 Method = Literal["linearized", "sampled"]
 
@@ -148,7 +148,7 @@ class Predicting(Stored, ABC):
         likelihood = self.other_likelihood or self.likelihood
         chosen = self.default_method if method is None else method
         if chosen not in ("linearized", "sampled"):
-            check_choice("method", method, ("linearized", "sampled"))
+            checks.choice("method", method, ("linearized", "sampled"))
         first, many = link or self.link or likelihood.links[0], self.n_outputs > MANY_OUTPUTS
         given, n_samples = n_samples, MOST_SAMPLES if n_samples is None else n_samples
         if chosen == "sampled" or first == "mc":
@@ -190,7 +190,7 @@ class Predicting(Stored, ABC):
 
     def check_samples(self, n_samples: int, x: Any) -> None:
         """Raise :class:`ConfigurationError` unless samples of the outputs for x are a positive number, and fit."""
-        check_counts(n_samples=n_samples)
+        checks.count("n_samples", n_samples)
         if not batch_size(x):
             raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         size = n_samples * batch_size(x) * max(1, self.n_outputs) * self.network.dtype.itemsize

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus._memory import require_free, require_room
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, DataError
@@ -43,7 +44,6 @@ from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
-from laplace_plus.tuning.base import check_counts, check_positive
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
@@ -134,9 +134,9 @@ class SWAG(Posterior):
         memory_budget: int | str | None = None,
     ):
         require_count("rank", rank, 0)
-        check_counts(n_members=n_members)
+        checks.count("n_members", n_members)
         if scale is not None:
-            check_positive(scale=scale)
+            checks.positive("scale", scale)
         self.rank, self.scale, self.n_members = rank, scale, n_members
         self._training = DiagonalSWAG(learning_rate, n_snapshots, momentum, weight_decay)
         super().__init__(model, likelihood, **common_arguments(locals()))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError, unknown_option
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import Groups
@@ -106,7 +107,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     evidence = given.pop("evidence", None) if "tangent" in tuners else None
     kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
     if evidence is not None:
-        check_choice("evidence", evidence, kinds)
+        checks.choice("evidence", evidence, kinds)
     if evidence == "tangent":
         name = "tangent"
         if tuner not in ("auto", "tangent"):
@@ -135,27 +136,6 @@ def require_only(owner: str, tuner: Any, *names: str) -> None:
     if others:
         what = f"{owner} does not take these options of {type(tuner).__name__}."
         raise ConfigurationError(what, expected=", ".join(names) or "none", got=", ".join(others))
-
-
-def check_choice(what: str, value: Any, known: tuple[Any, ...]) -> None:
-    """Raise :class:`ConfigurationError` unless a value is one of those that are known."""
-    if not any(value is choice or isinstance(value, str) and value == choice for choice in known):
-        raise ConfigurationError(f"Unknown {what}.", expected=", ".join(map(repr, known)), got=repr(value))
-
-
-def check_positive(**numbers: Any) -> None:
-    """Raise :class:`ConfigurationError` unless each number is positive and finite."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=repr(value))
-
-
-def check_counts(**numbers: Any) -> None:
-    """Raise :class:`ConfigurationError` unless each number is a positive integer."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
-            what, expected = f"{name} must be a positive integer.", f"1 <= {name} < 2**63"
-            raise ConfigurationError(what, expected=expected, got=repr(value))
 
 
 def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:

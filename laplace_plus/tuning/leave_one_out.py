@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
 from laplace_plus.io.passes import Sums
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.base import Tunable, TuningResult, check_counts, check_positive, tunes_noise
+from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.fitted_data import (
     check_training_prior,
     precision_of_weight_decay,
@@ -130,9 +131,9 @@ class LeaveOneOut:
             fix = "Set prior_precision to the proportions that you want; the search multiplies them as a whole."
             raise ConfigurationError(what, expected='structure="scalar"', got=repr(self.structure), fix=fix)
         check_training_prior(self.training_prior_precision, self.weight_decay)
-        check_positive(kappa=self.kappa)
+        checks.positive("kappa", self.kappa)
         check_choices(self.leverages, self.unit)
-        check_counts(n_samples=self.n_samples)
+        checks.count("n_samples", self.n_samples)
         if self.grid is not None:
             checked_grid(self.grid)
 

@@ -28,6 +28,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, in_words
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.io.passes import Sums, summed
@@ -36,7 +37,7 @@ from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.base import Tunable, check_positive
+from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.fitted_data import FittedData
 from laplace_plus.tuning.leverages import Covariances, Leverages, Unit, exact_covariances, factor_covariances
 
@@ -152,7 +153,7 @@ def leave_one_out(
     likelihood, n_data = posterior.laplace_model().likelihood, posterior.n_data
     precision = posterior.prior_precision.detach()
     training = precision if prior_precision is None else as_hyperparameter(prior_precision).detach()
-    check_positive(kappa=kappa)
+    checks.positive("kappa", kappa)
     training = kappa * training
     data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
     deletions = Deletions(posterior, data, training, noise_std, leverages, unit)

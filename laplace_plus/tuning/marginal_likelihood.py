@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.priors import Groups
-from laplace_plus.tuning.base import Tunable, TuningResult, check_choice, check_counts, check_positive
+from laplace_plus.tuning.base import Tunable, TuningResult
 from laplace_plus.tuning.groups import check_structure
 from laplace_plus.tuning.noise import warn_of_noise
 from laplace_plus.tuning.normalized_groups import NAME as NORMALISED
@@ -35,9 +36,9 @@ class EvidenceTuner:
 
     def __post_init__(self) -> None:
         check_structure(self.structure)
-        check_choice("scaling of the prior", self.scaling, (None, "g_prior"))
-        check_positive(tolerance=self.tolerance)
-        check_counts(max_iterations=self.max_iterations)
+        checks.choice("scaling of the prior", self.scaling, (None, "g_prior"))
+        checks.positive("tolerance", self.tolerance)
+        checks.count("max_iterations", self.max_iterations)
         if self.data is not None and self.structure != NORMALISED and not self.passes_over_data:
             what = f"{type(self).__name__} uses data for normalised groups only."
             expected = f'structure="{NORMALISED}", or lp.Validation(data)'

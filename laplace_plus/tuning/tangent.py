@@ -36,10 +36,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.io.passes import once
-from laplace_plus.tuning.base import Tunable, TuningResult, check_choice, check_counts
+from laplace_plus.tuning.base import Tunable, TuningResult
 from laplace_plus.tuning.fitted_data import survey
 from laplace_plus.tuning.marginal_likelihood import EvidenceTuner
 from laplace_plus.tuning.objective import EvidencePoint, Objective
@@ -135,10 +136,10 @@ class Tangent(EvidenceTuner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
-        check_choice("place of the curvature", self.curvature_at, ("network", "optimum"))
-        check_choice("method", self.method, ("marginal_likelihood", "mackay", "em"))
-        check_counts(max_steps=self.max_steps)
+        checks.choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
+        checks.choice("place of the curvature", self.curvature_at, ("network", "optimum"))
+        checks.choice("method", self.method, ("marginal_likelihood", "mackay", "em"))
+        checks.count("max_steps", self.max_steps)
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None

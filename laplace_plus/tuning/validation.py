@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError, warn
 from laplace_plus.io.passes import Sums, summed
 from laplace_plus.network.batches import iterate
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import functional_posteriors, outputs_for
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.base import Tunable, TuningResult, check_counts
+from laplace_plus.tuning.base import Tunable, TuningResult
 from laplace_plus.tuning.objective import Objective
 
 Loss = Callable[[Prediction, Tensor], Tensor]
@@ -65,7 +66,7 @@ class Validation:
         if self.structure != "scalar":
             fix = "Tune several precisions by marginal_likelihood."
             raise ConfigurationError("A grid of held-out losses searches one precision.", got=self.structure, fix=fix)
-        check_counts(n_samples=self.n_samples)
+        checks.count("n_samples", self.n_samples)
         if not (self.loss is None or callable(self.loss)):
             expected = "loss(prediction, targets) -> losses, or None for the negative log-probability"
             raise ConfigurationError("The loss is no function.", expected=expected, got=repr(self.loss))

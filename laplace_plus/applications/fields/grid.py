@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network.batches import describe
-from laplace_plus.tuning.base import check_counts
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Grid:
     @classmethod
     def of(cls, box: Any, resolution: int) -> Grid:
         """The grid of a box ``[2, d]``, d = 1, 2 or 3: its lower and upper corner; ConfigurationError for others."""
-        check_counts(resolution=resolution)
+        checks.count("resolution", resolution)
         try:
             corners = torch.as_tensor(box, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError):

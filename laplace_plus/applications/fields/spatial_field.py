@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus._memory import chunk_bytes, require_free, slices
 from laplace_plus.applications.fields.displaced import Displaced, Render, pieces, rows
 from laplace_plus.applications.fields.grid import Grid
@@ -26,7 +27,7 @@ from laplace_plus.posteriors.configuration import common_arguments, full_precisi
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
 from laplace_plus.structured import DenseBlock, DiagonalBlock
-from laplace_plus.tuning.base import Tuner, check_choice, check_positive
+from laplace_plus.tuning.base import Tuner
 from laplace_plus.tuning.validation import Validation
 
 PARAMETER = "displacement"
@@ -107,7 +108,7 @@ class SpatialField(GaussianPosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_choice("structure", structure, ("diagonal", "block"))
+        checks.choice("structure", structure, ("diagonal", "block"))
         _require(isinstance(model, nn.Module), "model", "a trained torch.nn.Module", model)
         _require(render is None or callable(render), "render", "render(rays, displace) -> [R, C]", render)
         _require(str(parameters) in ("all", f"['{PARAMETER}']"), "parameters", '"all": displacements', parameters)
@@ -323,7 +324,7 @@ class SpatialField(GaussianPosterior):
             ConfigurationError: Another compositing.
             DataError: Weights that do not fit the points, are negative, or sum to more than 1.
         """
-        check_choice("compositing", compositing, ("log", "variance"))
+        checks.choice("compositing", compositing, ("log", "variance"))
         u = self.std(x)
         fits = isinstance(weights, Tensor) and weights.shape == u.shape and u.ndim > 0
         weights = weights.detach().to(u) if fits else u.new_full((1,), -1)
@@ -344,7 +345,7 @@ class SpatialField(GaussianPosterior):
         They are for points ``[..., d]``, or without any for the vertices, ``[G + 1, ...]``. The threshold is a length;
         the authors' τ is its ``log₁₀``, on their scale. ConfigurationError unless it is positive.
         """
-        check_positive(threshold=threshold)
+        checks.positive("threshold", threshold)
         if x is not None:
             return self.std(x) <= threshold
         self.require_fit()

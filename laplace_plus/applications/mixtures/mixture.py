@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, MixtureSameFamily, Normal
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import describe
 from laplace_plus.network.batches import iterate
 from laplace_plus.predictive import Prediction
-from laplace_plus.tuning.base import check_choice
 
 _NEARLY_ALL = 0.99
 """Weight of one member from which a warning says that the mixture is that member."""
@@ -166,7 +166,7 @@ class Mixture:
             expected, got = "one or more posteriors of the same kind of likelihood", ", ".join(sorted(kinds)) or "none"
             raise ConfigurationError("These members cannot be mixed.", expected=expected, got=got)
         if isinstance(weights, str):
-            check_choice("weights", weights, ("uniform", "evidence"))
+            checks.choice("weights", weights, ("uniform", "evidence"))
             size = len(self.members)
             self._set(torch.full((size,), 1 / size) if weights == "uniform" else self._evidence().softmax(0))
         else:

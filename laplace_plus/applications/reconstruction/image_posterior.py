@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from laplace_plus import checks
 from laplace_plus._memory import require_free
 from laplace_plus.applications.reconstruction.images import numbers
 from laplace_plus.applications.reconstruction.linearized_image import LinearizedImage, _cholesky
 from laplace_plus.errors import DataError, NonFiniteError
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.tuning.base import check_counts
 
 
 class ImagePosterior(LinearizedImage):
@@ -98,7 +98,7 @@ class ImagePosterior(LinearizedImage):
     def image_noise(self, rank: int = 100) -> Tensor:
         """``σ² · mean diag (AᵀA)⁺`` of the ``rank`` leading singular vectors of A: noise in the image; 0-d float64."""
         self.require_fit()
-        check_counts(rank=rank)
+        checks.count("rank", rank)
         values = torch.linalg.svdvals(self._matrix.double())
         values = values[values > values[0] * max(self._matrix.shape) * torch.finfo(torch.float64).eps][:rank]
         return self._noise(self.noise_std).detach().square() * values.pow(-2).sum() / self._matrix.shape[1]
@@ -107,7 +107,7 @@ class ImagePosterior(LinearizedImage):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Images from the posterior, ``[n, *, H, W]``; ConfigurationError if they, or their covariance, do not fit."""
         self.require_fit()
-        check_counts(n=n)
+        checks.count("n", n)
         size, device = 32 * n * self.image.numel(), self.image.device
         require_free(size, f"{n} images", device, "Draw fewer at a time.")
         values, vectors = torch.linalg.eigh(self.covariance())
@@ -130,6 +130,6 @@ class ImagePosterior(LinearizedImage):
 
 def _patches(shape: torch.Size, size: int) -> list[Tensor]:
     """Flat indices of the pixels of each patch."""
-    check_counts(patch=size)
+    checks.count("patch", size)
     index = torch.arange(shape.numel()).view(-1, *shape[-2:])
     return [cell.flatten() for row in index.split(size, -2) for cell in row.split(size, -1)]

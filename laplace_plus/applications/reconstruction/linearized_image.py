@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from laplace_plus import errors
+from laplace_plus import checks, errors
 from laplace_plus._memory import require_free, slices
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications.reconstruction.filters import FilterCovariance, Filters
@@ -21,7 +21,6 @@ from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 from laplace_plus.tuning.tangent_model import batch_jacobian
 
 _LENGTHS, _VARIANCES, _NOISE = (1e-2, 1e2), (1e-10, 1e6), (1e-3, 1e2)
@@ -45,7 +44,7 @@ class LinearizedImage:
         optimum: str = "network",
         parameters: Selection = "all",
     ):
-        check_choice("optimum", optimum, ("tangent", "network"))
+        checks.choice("optimum", optimum, ("tangent", "network"))
         if not isinstance(prior, FilterCovariance | None):
             expected = "a FilterCovariance"
             raise errors.ConfigurationError("The prior is of another kind.", expected=expected, got=repr(prior))
@@ -137,7 +136,7 @@ class LinearizedImage:
         The sum is over blocks with filters of several taps that move the image; ConfigurationError if there are none.
         """
         self.require_fit()
-        check_positive(rate=rate)
+        checks.positive("rate", rate)
         if not bool(self.filters.correlated.any()):
             what, fix = "No weights have a length scale.", "Tune without total_variation."
             raise errors.ConfigurationError(what, expected="filters of several taps", fix=fix)
@@ -173,8 +172,9 @@ class LinearizedImage:
             progress: Whether to show progress bars.
         """
         self.require_fit()
-        check_positive(min_variance=min_variance, tolerance=tolerance)
-        check_counts(max_steps=max_steps)
+        checks.positive("min_variance", min_variance)
+        checks.positive("tolerance", tolerance)
+        checks.count("max_steps", max_steps)
         if total_variation is not None:
             self.complexity(progress=progress)
         n, device = len(self.blocks), self.image.device

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from laplace_plus import checks
 from laplace_plus.applications.training.run import Run, Update
 from laplace_plus.applications.training.settings import OptimizerFactory, SchedulerFactory, Settings
 from laplace_plus.curvature import Curvature
@@ -33,7 +34,7 @@ from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.structured import DiagonalBlock
 from laplace_plus.tuning import GAUSSIAN_TUNERS, TuningResult
-from laplace_plus.tuning.base import Tunable, check_positive
+from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal
 
 
@@ -41,7 +42,7 @@ def emphasis_of(emphasis: float | str, n_parameters: int, n_data: int) -> float:
     """κ of ``"P/N"``, which is at least 1, or of a number; ConfigurationError for anything else."""
     if emphasis == "P/N":
         return max(1.0, n_parameters / n_data)
-    check_positive(emphasis=emphasis)
+    checks.positive("emphasis", emphasis)
     return float(emphasis)
 
 
@@ -129,7 +130,7 @@ def train_data_emphasized(
         (1.0, torch.Size([1]))
     """
     arguments = {name: value for name, value in locals().items() if name not in ("model", "loader", "generator")}
-    check_positive(initial_std=initial_std)
+    checks.positive("initial_std", initial_std)
     emphasis_of(emphasis, 1, 1)
     check_structure(structure)
     options = {"lr": 0.1, "momentum": 0.9} if optimizer is torch.optim.SGD else {}

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.io import digest
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors import GaussianPosterior, get_posterior
 from laplace_plus.priors import Groups, as_hyperparameter
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 SchedulerFactory = Callable[[optim.Optimizer], Any]
@@ -26,16 +26,16 @@ class Settings(SimpleNamespace):
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
-        check_counts(
-            epochs=self.epochs,
-            frequency=self.frequency,
-            burn_in=self.burn_in or 1,
-            hyper_steps=1 if self.hyper_steps is None else self.hyper_steps,
-            patience=1 if self.patience is None else self.patience,
-        )
+        checks.count("epochs", self.epochs)
+        checks.count("frequency", self.frequency)
+        checks.count("burn_in", self.burn_in or 1)
+        checks.count("hyper_steps", 1 if self.hyper_steps is None else self.hyper_steps)
+        checks.count("patience", 1 if self.patience is None else self.patience)
         clip = 1.0 if self.max_gradient_norm is None else self.max_gradient_norm
-        check_positive(temperature=self.temperature, hyper_lr=self.hyper_lr, max_gradient_norm=clip)
-        check_choice("schedule_by", self.schedule_by, ("epoch", "batch"))
+        checks.positive("temperature", self.temperature)
+        checks.positive("hyper_lr", self.hyper_lr)
+        checks.positive("max_gradient_norm", clip)
+        checks.choice("schedule_by", self.schedule_by, ("epoch", "batch"))
         if self.burn_in >= self.epochs:
             what, expected = "The hyperparameters would never be updated.", "fewer epochs of burn_in than epochs"
             raise ConfigurationError(what, expected=expected, got=f"burn_in={self.burn_in}, epochs={self.epochs}")

@@ -20,13 +20,13 @@ import scipy
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_finite, require_posterior
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg.arguments import require_count, require_generator
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.tuning.base import check_choice
 
 Scalar = Literal["loss", "logit"] | Callable[[Tensor, Tensor], Tensor]
 
@@ -91,7 +91,7 @@ def influence(
         >>> influence(posterior, [(x[:3], 2 * x[:3])]).mean.shape
         torch.Size([3, 20])
     """
-    check_choice("method", method, ("linear", "leverage", "covariance"))
+    checks.choice("method", method, ("linear", "leverage", "covariance"))
     members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
     if not members:
         raise ConfigurationError("There is nothing to attribute.", expected="one or more posteriors", got="none")

@@ -21,13 +21,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.applications.uses.units import Criterion, Unit, Units
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.network.selection import refine, tied_names
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.tuning.base import check_choice
 
 
 class Pruned(NamedTuple):
@@ -135,7 +135,7 @@ def prune(
         (2, 4)
     """
     _check(posterior, criterion)
-    check_choice("stop", stop, ("evidence", None))
+    checks.choice("stop", stop, ("evidence", None))
     cap = math.inf if max_loss_increase is None else max_loss_increase
     limited = sparsity is not None or stop is not None or max_loss_increase is not None
     numbers = all(isinstance(one, float | int) for one in (sparsity or 0.0, cap))
@@ -174,7 +174,7 @@ def prune(
 
 
 def _check(posterior: Any, criterion: str) -> None:
-    check_choice("criterion", criterion, ("precision", "evidence", "magnitude"))
+    checks.choice("criterion", criterion, ("precision", "evidence", "magnitude"))
     require_posterior(posterior)
     posterior.require_fit()
     network = posterior.network

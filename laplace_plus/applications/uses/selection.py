@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_finite, require_posterior
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.linalg.arguments import require_count, require_generator
@@ -26,7 +27,6 @@ from laplace_plus.network.batches import batch_size
 from laplace_plus.network.gradients import pieces
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
-from laplace_plus.tuning.base import check_choice
 
 Method = Literal["variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"]
 
@@ -88,8 +88,8 @@ def select(
         >>> select(posterior, torch.tensor([[0.1], [3.0], [-2.0]]), 2).indices.tolist()
         [1, 2]
     """
-    check_choice("method", method, ("variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"))
-    check_choice("scale", scale, ("layer", None))
+    checks.choice("method", method, ("variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"))
+    checks.choice("scale", scale, ("layer", None))
     require_posterior(posterior, Posterior)
     require_count("k", k, 1)
     require_count("n_features", n_features, 1)

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.applications.uses.conditioning import Joint, Large, iterate_, parts
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected, select
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.tuning.base import check_choice
 
 Criterion = Literal["precision", "evidence", "magnitude"]
 Unit = Literal["weight", "channel", "neuron"] | Sequence[str]
@@ -32,7 +32,7 @@ class Units:
         network, self.is_weights = posterior.network, unit == "weight"
         self.index = torch.full((network.n_parameters,), -1)
         if isinstance(unit, str):
-            check_choice("unit", unit, ("weight", "channel", "neuron"))
+            checks.choice("unit", unit, ("weight", "channel", "neuron"))
             self._by_layer(network, unit)
         elif not isinstance(unit, Sequence) or not all(isinstance(name, str) for name in unit):
             expected = '"weight", "channel", "neuron", or names of parameters and modules'

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, is_given, require_room
 from laplace_plus._progress import progress_bar
 from laplace_plus.curvature import Backend
@@ -42,7 +43,7 @@ from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import Prediction, from_samples
 from laplace_plus.tuning import Tuner, TuningResult, Validation
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive, require_only, tunes_noise
+from laplace_plus.tuning.base import require_only, tunes_noise
 from laplace_plus.tuning.left_out_predictions import INTERPOLATION
 
 _WHY = "Fine-tuning passes over the data again and again."
@@ -164,9 +165,11 @@ class ABNN(ResumableFit):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_choice("noise", noise, ("channel", "element"))
-        check_counts(n_members=n_members, epochs=epochs if epochs != 0 else 1)
-        check_positive(prior_weight=prior_weight, learning_rate=learning_rate)
+        checks.choice("noise", noise, ("channel", "element"))
+        checks.count("n_members", n_members)
+        checks.count("epochs", epochs if epochs != 0 else 1)
+        checks.positive("prior_weight", prior_weight)
+        checks.positive("learning_rate", learning_rate)
         self.noise, self.n_members, self.epochs = noise, n_members, epochs
         self.prior_weight, self.learning_rate = float(prior_weight), float(learning_rate)
         self.noise_scale, self.fine_tuned = scale, True

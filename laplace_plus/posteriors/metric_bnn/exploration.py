@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_plus import kernels
+from laplace_plus import checks, kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.particles import ParticleLandscape
@@ -22,7 +22,6 @@ from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.resuming import stage_generator
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 Objective = Literal["posterior", "likelihood"]
 Reduction = Literal["mean", "sum"]
@@ -59,17 +58,18 @@ class Walk:
     store_every: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(n_particles=self.n_particles, n_steps=self.n_steps, store_every=self.store_every)
-        check_counts(minibatch=1 if self.minibatch in ("auto", None) else self.minibatch)
+        checks.count("n_particles", self.n_particles)
+        checks.count("n_steps", self.n_steps)
+        checks.count("store_every", self.store_every)
+        checks.count("minibatch", 1 if self.minibatch in ("auto", None) else self.minibatch)
         require_count("n_refinements", self.n_refinements, 0, most=1_000_000)
         if self.n_steps % self.store_every:
             what, got = "store_every must divide n_steps, so that the last step is stored.", repr(self.store_every)
             raise ConfigurationError(what, expected=f"store_every that divides n_steps={self.n_steps}", got=got)
-        check_positive(
-            step_size=self.step_size, learning_rate=1 if self.learning_rate in ("auto", 0) else self.learning_rate
-        )
-        check_choice("reduction", self.reduction, ("mean", "sum"))
-        check_choice("objective", self.objective, ("posterior", "likelihood"))
+        checks.positive("step_size", self.step_size)
+        checks.positive("learning_rate", 1 if self.learning_rate in ("auto", 0) else self.learning_rate)
+        checks.choice("reduction", self.reduction, ("mean", "sum"))
+        checks.choice("objective", self.objective, ("posterior", "likelihood"))
 
     @property
     def n_stored(self) -> int:

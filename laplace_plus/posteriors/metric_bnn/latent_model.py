@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, unknown_option
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
+from laplace_plus import checks
+from laplace_plus.errors import NonFiniteError, unknown_option
 
 Negatives = Literal["derangement", "shuffle"]
 Projection = Literal["auto", "none", "principal"]
@@ -82,17 +82,18 @@ class LatentModel:
     tolerance: float = 0.05
 
     def __post_init__(self) -> None:
-        check_counts(**{name: getattr(self, name) for name in ("dimension", "epochs", "batch_size", "max_rank")})
+        for name in ("dimension", "epochs", "batch_size", "max_rank"):
+            checks.count(name, getattr(self, name))
         for width in self.hidden:
-            check_counts(hidden=width)
+            checks.count("hidden", width)
         object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has lists only
-        check_positive(learning_rate=self.learning_rate, tolerance=self.tolerance, kept=self.kept)
+        checks.positive("learning_rate", self.learning_rate)
+        checks.positive("tolerance", self.tolerance)
+        checks.number("kept", self.kept, above=0.0, most=1.0)
         for name in ("attraction", "repulsion", "reconstruction", "plateau"):
-            check_positive(**{name: 1 if getattr(self, name) == 0 else getattr(self, name)})
-        if self.kept > 1:
-            raise ConfigurationError("kept is out of range.", expected="kept <= 1", got=repr(self.kept))
-        check_choice("negatives", self.negatives, ("derangement", "shuffle"))
-        check_choice("projection", self.projection, ("auto", "none", "principal"))
+            checks.number(name, getattr(self, name), least=0.0)
+        checks.choice("negatives", self.negatives, ("derangement", "shuffle"))
+        checks.choice("projection", self.projection, ("auto", "none", "principal"))
 
 
 def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:

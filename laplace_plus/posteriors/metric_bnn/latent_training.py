@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.io.checkpoints import Checkpoint, packed, taking_up, unpacked
@@ -27,7 +28,6 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
 from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.structured.blocks import check_forms
-from laplace_plus.tuning.base import check_positive
 
 _SAVED = 100
 """Epochs between checkpoints: some seconds of work."""
@@ -118,7 +118,7 @@ class Latents:
         """Restore what :meth:`state` returned."""
         check_forms(tensors, {"start": "k", "ends": "nk", "history": "et"}, k=options.dimension)
         numbers = {name: value for name, value in header.items() if name != "scale"}
-        check_positive(scale=header["scale"] if isinstance(header["scale"], float) else None)
+        checks.positive("scale", header["scale"] if isinstance(header["scale"], float) else None)
         coordinates = Coordinates(tensors.get("weights"), header["scale"], header["kept"])
         model = Autoencoder(header["rank"], options.dimension, options.hidden).to(tensors["start"])
         model.load_state_dict(with_prefix(tensors, "model."))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import CHUNK_SIZE
@@ -45,7 +46,7 @@ from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import Prediction, from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.tuning import Tuner, TuningResult, Validation
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive, require_only, tunes_noise
+from laplace_plus.tuning.base import require_only, tunes_noise
 
 _WHY = "Particles are refined by many passes over the data."
 
@@ -169,13 +170,13 @@ class MetricBNN(ResumableFit):
             n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
         )
         if weight_decay is not None:
-            check_positive(weight_decay=weight_decay)
+            checks.positive("weight_decay", weight_decay)
         self.weight_decay = weight_decay
         self.latent = resolve_latent(latent)
-        check_choice("sampling", sampling, ("latent", "exploration", "gaussian"))
-        check_choice("trajectory", trajectory, ("uniform", "length"))
-        check_choice("endpoint", endpoint, ("last", "farthest"))
-        check_counts(chunk_size=chunk_size)
+        checks.choice("sampling", sampling, ("latent", "exploration", "gaussian"))
+        checks.choice("trajectory", trajectory, ("uniform", "length"))
+        checks.choice("endpoint", endpoint, ("last", "farthest"))
+        checks.count("chunk_size", chunk_size)
         self.sampling: Sampling = sampling
         self.trajectory, self.endpoint, self.chunk_size = trajectory, endpoint, chunk_size
         super().__init__(model, likelihood, **common_arguments(locals()))

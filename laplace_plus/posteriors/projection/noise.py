@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus import kernels
+from laplace_plus import checks, kernels
 from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError, warn
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg import Estimate
@@ -26,7 +26,6 @@ from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_r
 from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.structured.blocks import check_forms
-from laplace_plus.tuning.base import check_counts
 
 _TOGETHER = 8
 """Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""
@@ -171,7 +170,8 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         chunk_size: int,
         **common: Any,
     ):
-        check_counts(n_samples=n_samples, chunk_size=chunk_size)
+        checks.count("n_samples", n_samples)
+        checks.count("chunk_size", chunk_size)
         self.projector = resolve_option("projector", projector, PROJECTORS)
         self.n_samples, self.chunk_size, self._ad_modes = n_samples, chunk_size, ADModes()
         super().__init__(model, likelihood, **common)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, require_room
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
@@ -17,7 +18,6 @@ from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse,
 from laplace_plus.geometry.geodesic import check_settings
 from laplace_plus.io.checkpoints import Checkpoint, Part, Stage
 from laplace_plus.linalg import draw_probes
-from laplace_plus.tuning.base import check_counts
 
 _GROUP = 32
 """Geodesics that advance together, if memory allows; an interruption loses at most so many."""
@@ -61,7 +61,7 @@ class ExponentialMap:
     def __post_init__(self) -> None:
         check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_change)
         if self.minibatch is not None:
-            check_counts(minibatch=self.minibatch)
+            checks.count("minibatch", self.minibatch)
         given = self.training_prior_precision
         if given is not None and not (0 <= given < math.inf):
             raise ConfigurationError(

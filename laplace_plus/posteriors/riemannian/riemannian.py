@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, UnsupportedError, warn
@@ -40,7 +41,6 @@ from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.priors import GaussianPrior
 from laplace_plus.tuning import Tuner, TuningResult, fitted_data
-from laplace_plus.tuning.base import check_counts
 
 WHY = "Samples along the loss surface come from many passes over the data."
 
@@ -126,7 +126,8 @@ class Riemannian(Posterior):
         memory_budget: int | str | None = None,
     ):
         options = common_arguments(locals())
-        check_counts(n_samples=n_samples, chunk_size=chunk_size)
+        checks.count("n_samples", n_samples)
+        checks.count("chunk_size", chunk_size)
         self.method, self.n_samples, self.chunk_size = resolve_option("method", method, METHODS), n_samples, chunk_size
         cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
         kind = cls if isinstance(cls, type) else type(cls)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError, warn
@@ -42,7 +43,7 @@ from laplace_plus.posteriors.sampled.tuning import Alternation, SampledEvidence,
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
-from laplace_plus.tuning.base import check_counts, tunes_noise
+from laplace_plus.tuning.base import tunes_noise
 
 __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 
@@ -113,7 +114,8 @@ class SampledLaplace(SampleBased, ResumableFit):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_counts(n_samples=n_samples, chunk_size=chunk_size)
+        checks.count("n_samples", n_samples)
+        checks.count("chunk_size", chunk_size)
         self.n_samples, self.solver, self.chunk_size = n_samples, resolve_option("solver", solver, SOLVERS), chunk_size
         super().__init__(model, likelihood, **common_arguments(locals()))
         self.check_draws(n_samples=n_samples)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.io import digest
@@ -42,7 +43,6 @@ from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import TangentProblem
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 from laplace_plus.tuning.groups import check_structure, chosen_groups, with_floor
 from laplace_plus.tuning.objective import updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
@@ -142,11 +142,12 @@ class SampledEvidence:
             raise ConfigurationError(
                 "Samples tell precisions of groups alone.", expected='"scalar", "layerwise" or groups', got='"diagonal"'
             )
-        check_counts(max_steps=self.max_steps)
-        check_positive(tolerance=self.tolerance, optimum_tolerance=self.optimum_tolerance)
-        check_choice("method", self.method, ("mackay", "em"))
-        check_choice("scaling of the prior", self.scaling, (None, "g_prior"))
-        check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
+        checks.count("max_steps", self.max_steps)
+        checks.positive("tolerance", self.tolerance)
+        checks.positive("optimum_tolerance", self.optimum_tolerance)
+        checks.choice("method", self.method, ("mackay", "em"))
+        checks.choice("scaling of the prior", self.scaling, (None, "g_prior"))
+        checks.choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
 
     def tune(
         self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._memory import require_room
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
@@ -18,7 +19,6 @@ from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.network import Network
-from laplace_plus.tuning.base import check_counts
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DiagonalSWAG:
     weight_decay: float = 3e-4
 
     def __post_init__(self) -> None:
-        check_counts(n_snapshots=self.n_snapshots)
+        checks.count("n_snapshots", self.n_snapshots)
         if self.n_snapshots < 2:  # noqa: PLR2004
             raise ConfigurationError("The variance of one snapshot is zero.", expected="n_snapshots >= 2", got="1")
         if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:

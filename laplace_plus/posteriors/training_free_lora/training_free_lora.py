@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus._memory import is_given
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
@@ -32,7 +33,6 @@ from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""
@@ -100,15 +100,16 @@ class TrainingFreeLoRA(Posterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_choice("score", score, ("nll", "accuracy", "elbo"))
+        checks.choice("score", score, ("nll", "accuracy", "elbo"))
         if tolerance is not None:
-            check_positive(tolerance=tolerance)
+            checks.positive("tolerance", tolerance)
         elif score == "accuracy" or (score == "nll" and not labels):
             what, got = "By the network's own labels, no noise is better than any.", f"score={score!r}, labels={labels}"
             what = what if score == "nll" else "Errors are counted: many scales have the fewest."
             expected = 'score="nll" and labels=True, on anchors that were held out'
             raise ConfigurationError(what, expected=expected, got=got, fix="Set a tolerance.")
-        check_counts(n_samples=n_samples, halvings=halvings)
+        checks.count("n_samples", n_samples)
+        checks.count("halvings", halvings)
         pairs = adapter_pairs(model) if isinstance(model, nn.Module) else {}  # what is no model is refused below
         common = {name: value for name, value in common_arguments(locals()).items() if name != "pairs"}
         super().__init__(

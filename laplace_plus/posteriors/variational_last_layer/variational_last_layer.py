@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, require_free, require_room
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linear_head import head_features, head_rows
@@ -31,7 +32,7 @@ from laplace_plus.posteriors.variational_last_layer.conjugate import Regression,
 from laplace_plus.posteriors.variational_last_layer.gaussians import HISTORY, Gaussians, climb
 from laplace_plus.predictive import linearized
 from laplace_plus.tuning import Tuner, TuningResult
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive, tunes_noise
+from laplace_plus.tuning.base import tunes_noise
 
 _OPTIONS = "mean", "covariance", "bound", "n_samples", "noise", "noise_shape", "max_iterations"
 
@@ -95,11 +96,12 @@ class VariationalLastLayer(Posterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_choice("mean", mean, ("trained", "optimal"))
-        check_choice("covariance", covariance, ("dense", "diagonal"))
-        check_choice("noise", noise, ("gaussian", "student_t"))
-        check_counts(n_samples=n_samples, max_iterations=max_iterations)
-        check_positive(noise_shape=noise_shape)
+        checks.choice("mean", mean, ("trained", "optimal"))
+        checks.choice("covariance", covariance, ("dense", "diagonal"))
+        checks.choice("noise", noise, ("gaussian", "student_t"))
+        checks.count("n_samples", n_samples)
+        checks.count("max_iterations", max_iterations)
+        checks.positive("noise_shape", noise_shape)
         super().__init__(model, likelihood, **common_arguments(locals()))
         self._own = {name: value for name, value in locals().items() if name in _OPTIONS}
         exact = self.likelihood.is_gaussian

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._memory import budget
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, mirrored, of_networks
 from laplace_plus.predictive.deviations import pushed
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class ScaleFit:
     learning_rate: float = 0.05
 
     def __post_init__(self) -> None:
-        check_choice("optimizer", self.optimizer, ("lbfgs", "adam"))
-        check_counts(max_iterations=self.max_iterations, epochs=self.epochs)
-        check_positive(learning_rate=self.learning_rate)
+        checks.choice("optimizer", self.optimizer, ("lbfgs", "adam"))
+        checks.count("max_iterations", self.max_iterations)
+        checks.count("epochs", self.epochs)
+        checks.positive("learning_rate", self.learning_rate)
 
 
 Entry = tuple[Tensor, Any, Tensor | None]

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.loss import MovedNetwork
@@ -43,7 +44,6 @@ from laplace_plus.posteriors.viking.elbo import (
     terms_from_tensor,
     terms_to_tensor,
 )
-from laplace_plus.tuning.base import check_choice, check_counts, check_positive
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,15 @@ class ELBOTraining:
     n_samples: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(epochs=self.epochs, n_samples=self.n_samples, n_projected=self.n_projected)
-        check_positive(learning_rate=self.learning_rate, scale_learning_rate=self.scale_learning_rate)
+        checks.count("epochs", self.epochs)
+        checks.count("n_samples", self.n_samples)
+        checks.count("n_projected", self.n_projected)
+        checks.positive("learning_rate", self.learning_rate)
+        checks.positive("scale_learning_rate", self.scale_learning_rate)
         if self.scale_epochs < 0 or not 0 <= self.gamma <= 1:
             what, expected = "A number of the training is out of range.", "scale_epochs >= 0 and 0 <= gamma <= 1"
             raise ConfigurationError(what, expected=expected, got=str(self))
-        check_choice("noise", self.noise, ("projected", "alternating"))
+        checks.choice("noise", self.noise, ("projected", "alternating"))
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
@@ -34,7 +35,7 @@ from laplace_plus.predictive import from_samples
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.auto import TOLERANCE
-from laplace_plus.tuning.base import check_choice, require_only
+from laplace_plus.tuning.base import require_only
 from laplace_plus.tuning.left_out_predictions import INTERPOLATION
 
 AFFORDABLE = 1e11
@@ -129,8 +130,8 @@ class VIKING(ProjectedNoisePosterior):
             mode = {"name": "train", **mode}
         self.training: ELBOTraining | None = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
         self.expectation: Expectation = expectation or ("linearized" if self.training is None else "sampled")
-        check_choice("expectation", self.expectation, ("linearized", "sampled"))
-        check_choice("rank", rank, ("auto", "exact", "stochastic"))
+        checks.choice("expectation", self.expectation, ("linearized", "sampled"))
+        checks.choice("rank", rank, ("auto", "exact", "stochastic"))
         self.default_method, self.rank = self.expectation, rank
         self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
         self._first_image_std = float(check_positive(image_std, "image_std"))
