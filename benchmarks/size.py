@@ -61,6 +61,16 @@ def code_of(modules: Any) -> int:
     return total
 
 
+def raises_of(modules: Any) -> int:
+    """How many ``raise`` statements some modules have."""
+    return sum(isinstance(node, ast.Raise) for module in modules for node in nodes_of(FILES[module]))
+
+
+def public_names(cls: type) -> list[str]:
+    """The names of a class that do not start with an underscore."""
+    return [name for name in dir(cls) if not name.startswith("_")]
+
+
 class Imports:
     """Which file an imported name is defined in."""
 
@@ -148,8 +158,8 @@ def first_calls() -> dict[str, dict[str, set[str]]]:
     x, y = torch.randn(50, 4), torch.randint(0, 3, (50,))
     posterior = lp.KFAC(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "classification")
     fit = entered(lambda: posterior.fit([(x, y)]))
-    posterior.fit_prior_precision()
-    return {"fit": fit, "first predictive": entered(lambda: posterior.predictive(x[:5]))}
+    tuning = entered(posterior.fit_prior_precision)
+    return {"fit": fit, "default tuning": tuning, "first predictive": entered(lambda: posterior.predictive(x[:5]))}
 
 
 def counts(calls: dict[str, dict[str, set[str]]]) -> dict[str, tuple[int, int]]:
@@ -165,7 +175,10 @@ def main() -> None:
     imports = Imports()
     reached = imports.closure("laplace_plus.posteriors.kfac")
     say = sys.stdout.write
-    say(f"package: {lines_of(FILES)} lines in {len(FILES)} files, {code_of(FILES)} of code\n")
+    say(
+        f"package: {lines_of(FILES)} lines in {len(FILES)} files, {code_of(FILES)} of code, {raises_of(FILES)} raises\n"
+    )
+    say(f"lp.KFAC: {len(public_names(lp.KFAC))} public names\n")
     say(f"import closure of posteriors/kfac.py: {lines_of(reached)} lines in {len(reached)} files\n")
     for name, functions in first_calls().items():
         say(f"{name} of KFAC: {sum(map(len, functions.values()))} functions in {len(functions)} files\n")

@@ -47,7 +47,7 @@ def test_libraries_are_imported_when_they_are_wanted(found):
 
 def test_public_names_are_attributes(found):
     assert found["missing"] == []
-    assert {"curvature", "evidence", "likelihoods", "metrics", "plotting"} <= set(
+    assert {"curvature", "tuning", "likelihoods", "metrics", "plotting"} <= set(
         lp.__all__
     )  # modules that pages mention
 

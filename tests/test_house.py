@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import laplace_plus as lp
 from benchmarks import size
 
 ROOT = Path(__file__).parents[1]
 PUBLIC_DESPITE_UNDERSCORE = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples
 FOREIGN = {"torch", "aten", "nn", "forward_ad"}  # torch's own names, some of which have no public form
 PRIVATE_OF_ANOTHER = re.compile(r"(?<!\bself\.)(?<!\bcls\.)\b_[a-zA-Z]")  # perhaps: files without any need no parsing
-BACKENDS = {f"laplace_plus.integrations.{name}" for name in ("backpack", "curvlinops", "foreign")}
 OF_TENSORS = {"_version", "_is_view", "_schema", "_ops"}
 
 
@@ -94,60 +94,62 @@ def test_files_are_short():
     assert long == {}
 
 
-ADAPTERS = [  # to packages that the library does not need
-    module for module in size.FILES if module.startswith("laplace_plus.integrations.") and module not in BACKENDS
-]
-
-
-METHODS = {  # folders that nothing but the top level imports, by their limit in lines
-    f"laplace_plus.{folder}": 600
-    for folder in (
-        "posteriors.abnn",
-        "posteriors.swag",
-        "posteriors.training_free_lora",
-        "mixtures",
-        "serving",
-        "training.data_emphasized",
-    )
-} | {
-    "laplace_plus.applications.constraints": 645,
-    "laplace_plus.applications.fields": 612,
-    "laplace_plus.posteriors.variational_last_layer": 611,
-    "laplace_plus.applications.reconstruction": 657,
-    "laplace_plus.applications.uses": 1675,  # of eleven files
+BUDGETS = {
+    # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
+    "applications": 6824,
+    "cli": 109,
+    "curvature": 1772,
+    "distributed": 584,
+    "experiments": 966,
+    "geometry": 1585,
+    "integrations": 1706,
+    "io": 777,
+    "kernels": 1341,
+    "likelihoods": 1875,
+    "linalg": 5720,
+    "network": 3253,
+    "posteriors": 10761,
+    "predictive": 1086,
+    "structured": 3534,
+    "testing": 281,
+    "tuning": 3970,
 }
+REST = 1500
+"""Lines of the files at the top: errors, checks, priors, metrics."""
+
+APART = ("cli", "experiments", "integrations")
+"""What nobody needs to read to understand the library."""
 
 
-def in_folder(folder):
-    return [module for module in size.FILES if module == folder or module.startswith(f"{folder}.")]
+def part_of(module):
+    """The folder or file at the package's top that a module belongs to; the rest are small files."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if name in BUDGETS else ""
+
+
+def lines_by_part():
+    found = dict.fromkeys([*BUDGETS, ""], 0)
+    for module in size.FILES:
+        found[part_of(module)] += size.lines_of([module])
+    return found
+
+
+def test_folders_keep_their_budgets():
+    over = {part: n for part, n in lines_by_part().items() if n > BUDGETS.get(part, REST)}
+    assert over == {}
 
 
 def test_the_package_does_not_grow():
-    # Adapters to other packages and self-contained methods are counted by themselves: nobody needs to read one to
-    # understand the library.
-    apart = {*ADAPTERS, *(module for folder in METHODS for module in in_folder(folder))}
-    core = [module for module in size.FILES if module not in apart]
-    assert size.lines_of(core) <= 39_440
-    assert size.code_of(core) <= 25_053
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_180
+    lines = lines_by_part()
+    assert sum(lines.values()) <= 47_400
+    assert sum(n for part, n in lines.items() if part not in APART) <= 44_600
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_300
+    assert size.raises_of(size.FILES) <= 770
+    assert len(size.public_names(lp.KFAC)) <= 83
 
 
-def test_adapters_are_thin():
-    assert {module: size.lines_of([module]) for module in ADAPTERS if size.lines_of([module]) > 250} == {}
-
-
-def test_methods_are_short_and_stand_alone():
-    for folder, limit in METHODS.items():
-        assert size.lines_of(in_folder(folder)) <= limit, folder
-        for module in size.FILES:
-            if not module.startswith(folder) and size.FILES[module].name != "__init__.py":
-                assert f"from {folder}" not in size.FILES[module].read_text(), (module, folder)
-
-
-def test_uses_are_short():
-    """A posterior's uses, one file each."""
-    uses = in_folder("laplace_plus.applications.uses")
-    assert {module: size.lines_of([module]) for module in uses if size.lines_of([module]) > 250} == {}
+def test_tests_do_not_grow():
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 50_000
 
 
 def test_types_are_right():
