@@ -24,7 +24,6 @@ from scipy.optimize import minimize
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.curvature import capture as capture_module
 from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
@@ -34,6 +33,7 @@ from laplace_plus.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
+from laplace_plus.network import capture as capture_module
 from laplace_plus.tuning.objective import Objective
 
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "Diagonal": lp.Diagonal}

@@ -54,7 +54,7 @@ from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning import fitted_data
-from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Leverages
+from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Leverages, leave_one_out
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
 """Trains a new network on some batches of the training data."""
@@ -337,7 +337,7 @@ def calibrate(
         assert weight_decay is not None
         training_prior_precision = n_terms * weight_decay / float(posterior.temperature)
     own.prior_precision = as_hyperparameter(training_prior_precision)
-    left = own.leave_one_out(again, kappa=kappa, leverages=leverages, progress=progress)
+    left = leave_one_out(own, again, kappa=kappa, leverages=leverages, progress=progress)
     observations = left.likelihood.rows(left.mean.double(), left.targets)
     fitted, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
     found = {

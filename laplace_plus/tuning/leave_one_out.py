@@ -41,7 +41,7 @@ from laplace_plus.tuning.left_out_predictions import (
     check_choices,
     leave_one_out,
     leave_out,
-    require_network_mean,
+    require_leave_one_out,
 )
 from laplace_plus.tuning.leverages import Leverages, Unit
 from laplace_plus.tuning.validation import checked_grid, grid_settled
@@ -98,7 +98,7 @@ class LeaveOneOut:
         training_noise_std: The noise that belongs to it; by default the likelihood's.
         kappa: Factor on the precision of training in leverages and displacements. 1 is the formula. On small ReLU
             networks, whose weights are no exact optimum, 1 overshoots what retraining gives, and 2 comes closer.
-        leverages: As for ``posterior.leave_one_out``.
+        leverages: As for :func:`laplace_plus.leave_one_out`.
         unit: As there.
         grid: Precisions to try instead, positive. Where the posterior's precision has several entries, the search
             multiplies them by these as factors. No finer grid follows.
@@ -138,7 +138,7 @@ class LeaveOneOut:
             checked_grid(self.grid)
 
     predictions = staticmethod(leave_one_out)
-    """The leave-one-out predictions themselves; see :meth:`laplace_plus.GaussianPosterior.leave_one_out`."""
+    """The leave-one-out predictions themselves; see :func:`laplace_plus.leave_one_out`."""
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
@@ -156,7 +156,7 @@ class LeaveOneOut:
                 classifier fits its training data all but perfectly, so that leaving out tells nothing.
         """
         model = posterior.laplace_model()
-        require_network_mean(posterior)
+        require_leave_one_out(posterior)
         noisy = tunes_noise(model.likelihood, self.tune_noise)
         if noisy and not (model.likelihood.is_gaussian and self.link in (None, "exact")):
             what = "Noise is tuned by leave-one-out in closed form only."

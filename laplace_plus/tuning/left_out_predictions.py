@@ -35,6 +35,7 @@ from laplace_plus.io.passes import Sums, summed
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate
+from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.base import Tunable
@@ -145,11 +146,56 @@ def leave_one_out(
     unit: Unit = "example",
     progress: bool = False,
 ) -> LeaveOneOutPredictions:
-    """Leave each datum out once, in one pass over batches (two more for the leverages of another curvature).
+    """What a posterior says about each datum without having seen it; see :mod:`laplace_plus.tuning`.
 
-    Arguments and errors as for :meth:`laplace_plus.GaussianPosterior.leave_one_out`.
+    Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean depends on
+    the prior of training, the covariance on the posterior's own. Takes one pass over the data, and one more for the
+    leverages of another curvature.
+
+    Args:
+        posterior: A fitted Gaussian posterior that :class:`~laplace_plus.LeaveOneOut` can tune.
+        data: The data that the posterior was fitted to; by default the loaders that its ``fit`` saw.
+        prior_precision: That of training, for the displacement; by default the posterior's.
+        noise_std: Gaussian noise that belongs to it; by default the posterior's.
+        kappa: Factor on it; 1 is the formula.
+        leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
+            ``"last_layer"``, of the last layer's, or none, ``"first_order"``, all with this posterior's ``V``.
+        unit: ``"example"``, or ``"position"`` to leave out single tokens or pixels.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        NotFittedError: Before ``fit``.
+        UnsupportedError: A class without leave-one-out predictions.
+        ConfigurationError: Unknown choices.
+        DataError: Other data than were fitted to, or none.
+        NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
     """
-    require_network_mean(posterior)
+    with exact_arithmetic(posterior.network):
+        require_leave_one_out(posterior)
+        return _predictions(posterior, data, prior_precision, noise_std, kappa, leverages, unit, progress)
+
+
+def require_leave_one_out(posterior: Any) -> None:
+    """Raise :class:`UnsupportedError` where leave-one-out has no meaning for a posterior."""
+    name = type(posterior).__name__
+    if "leave_one_out" not in posterior.tuners:
+        what, fix = f"{name} has no leave-one-out predictions.", "Compare predictions on held-out data."
+        raise UnsupportedError(what, expected="a Gaussian posterior that lp.LeaveOneOut can tune", fix=fix)
+    if posterior.predictive_mean != "network":
+        what = "Leave-one-out displaces the network's own outputs."
+        raise UnsupportedError(what, got=posterior.predictive_mean, fix='Set predictive_mean = "network".')
+
+
+def _predictions(
+    posterior: Tunable,
+    data: Iterable[Any] | None,
+    prior_precision: Any,
+    noise_std: Any,
+    kappa: float,
+    leverages: Leverages,
+    unit: Unit,
+    progress: bool,
+) -> LeaveOneOutPredictions:
     likelihood, n_data = posterior.laplace_model().likelihood, posterior.n_data
     precision = posterior.prior_precision.detach()
     training = precision if prior_precision is None else as_hyperparameter(prior_precision).detach()
@@ -392,10 +438,3 @@ def check_choices(leverages: Any, unit: Any) -> None:
         expected = f"leverages among {', '.join(get_args(Leverages))} and unit 'example' or 'position'"
         got = f"leverages={leverages!r}, unit={unit!r}"
         raise ConfigurationError("Unknown choice for leaving out.", expected=expected, got=got)
-
-
-def require_network_mean(posterior: Tunable) -> None:
-    """Raise :class:`UnsupportedError` where predictions are around the tangent model's optimum."""
-    if posterior.predictive_mean != "network":
-        what = "Leave-one-out displaces the network's own outputs."
-        raise UnsupportedError(what, got=posterior.predictive_mean, fix='Set predictive_mean = "network".')

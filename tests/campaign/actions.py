@@ -203,7 +203,7 @@ def of_gaussians(name: str, posterior: Any, data: Any) -> dict[str, Action]:
         "calibrate": lambda p, path: lp.calibrate(
             p, data, weight_decay=0.05, leverages="full", generator=seeded(), checkpoint=path / "calibration"
         ),
-        "leave-one-out": lambda p, _: p.leave_one_out(data, leverages="first_order").predictive().mean,
+        "leave-one-out": lambda p, _: lp.leave_one_out(p, data, leverages="first_order").predictive().mean,
         "penalty": lambda p, _: p.penalty(net),
         "continue": lambda p, _: p.continue_on(net).fit(data, generator=seeded()),
         "select": lambda p, _: uses.select(p, X, 3, n_features=5, generator=seeded()).scores,
@@ -270,7 +270,7 @@ OF_ONE_CLASS: dict[str, Callable[[Any], dict[str, Action]]] = {
     },
     "SpatialField": lambda data: {
         "displacements": lambda p, _: (p.std(X), p.covariance(X), p.mask(0.1, X).double()),
-        "leave-one-out": lambda p, _: p.leave_one_out(data),
+        "leave-one-out": lambda p, _: lp.leave_one_out(p, data),
         "render": lambda p, _: p.render_uncertainty(torch.full((12, 1), 0.5).double(), X[:, None]),
     },
 }

@@ -97,7 +97,7 @@ CONTINUED: Kinds = {
     "continue_on: NaN": lambda c: after(c, (with_entry(c.x, NAN), c.y)),
     "continue_on: predicts before its fit": lambda c: gaussian(c).continue_on(network()).predictive(c.x),
     "continue_on: saved before its fit": lambda c: gaussian(c).continue_on(network()).save(c.folder / "it"),
-    "continue_on: leave-one-out of all tasks": lambda c: after(c, (c.x, c.y)).leave_one_out(),
+    "continue_on: leave-one-out of all tasks": lambda c: lp.leave_one_out(after(c, (c.x, c.y))),
     "continue_on: other data to tune by": lambda c: after(c, (c.x, c.y)).fit_prior_precision(
         lp.Tangent(data=[(c.x + 1, c.y)])
     ),

@@ -36,7 +36,7 @@ from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.auto import TOLERANCE
 from laplace_plus.tuning.base import require_only
-from laplace_plus.tuning.left_out_predictions import INTERPOLATION
+from laplace_plus.tuning.left_out_predictions import INTERPOLATION, leave_one_out
 
 AFFORDABLE = 1e11
 """Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""
@@ -195,7 +195,7 @@ class VIKING(ProjectedNoisePosterior):
         precision = -float((slope @ away) / away.square().sum())
         own = get_posterior("Diagonal")(self.network.model, self.likelihood, parameters=self.parameter_names)
         try:
-            left = own.fit(data).leave_one_out(data, prior_precision=precision, kappa=2.0, leverages="full")
+            left = leave_one_out(own.fit(data), data, prior_precision=precision, kappa=2.0, leverages="full")
         except LaplacePlusError:  # the weights are far from any mode, or outputs differ in shape
             return
         outputs = torch.cat([bound.outputs(entry, logs) for entry in bound.entries()], 1) + left.displacement
