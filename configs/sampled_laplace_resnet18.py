@@ -1,6 +1,6 @@
 """Sample-then-optimise Laplace for a ResNet-18 on CIFAR-100, at full size for one GPU.
 
-    python configs/sampled_laplace_resnet18.py --data FOLDER --weights resnet18.pt --checkpoint runs/resnet18 \
+    python configs/sampled_laplace_resnet18.py --data FOLDER --weights resnet18.pt \
         --output runs/resnet18.json
 
 The settings are those published for this network (Antorán et al., "Sampling-based inference for large linear models,
@@ -11,8 +11,7 @@ another scaling of the same problem: the learning rate is found from the data's 
 divided by 200, and the tangent model's optimum is searched for by L-BFGS on all data rather than by descent.
 ``--solver cg`` takes preconditioned conjugate gradients instead.
 
-``FOLDER`` holds ``cifar-100-python``, as unpacked from the data set's archive. An interrupted run is started again with
-the same arguments and goes on from ``--checkpoint``. ``--tiny`` runs the same code on a few random images with an
+``FOLDER`` holds ``cifar-100-python``, as unpacked from the data set's archive. ``--tiny`` runs the same code on a few random images with an
 untrained network, on any machine.
 """
 
@@ -124,13 +123,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         n_samples=options.samples,
         solver=solver,
     )
-    folder = options.checkpoint
-    posterior.fit(train, progress=not options.tiny, generator=torch.Generator().manual_seed(1), checkpoint=folder)
+    posterior.fit(train, progress=not options.tiny, generator=torch.Generator().manual_seed(1))
     posterior.fit_prior_precision(
         scaling="g_prior" if options.prior == "g_prior" else None,
         max_steps=options.steps,
         optimum_tolerance=1.0,
-        checkpoint=folder,
         progress=not options.tiny,
     )
     report, tuning = posterior.report, posterior.tuning
@@ -157,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--weights", type=Path)
-    parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--solver", choices=("sgd", "cg"), default="sgd")

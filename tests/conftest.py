@@ -8,18 +8,9 @@ WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if WORKER:  # workers that each use every core only get in each other's way
     os.environ["OMP_NUM_THREADS"] = "1"  # which NumPy, SciPy and the processes that tests start read
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
-
-from laplace_plus.io import checkpoints  # noqa: E402
 
 collect_ignore = ["distributed/worker.py"]  # run in processes of its own; what it imports takes seconds
 
 if WORKER:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def saved_after_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes that can be continued are saved after each batch, not every 30 s."""
-    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)

@@ -26,7 +26,6 @@ from torch import nn
 from laplace_plus import io
 from laplace_plus._version import __version__
 from laplace_plus.errors import CheckpointError
-from laplace_plus.io.checkpoints import Checkpoint
 
 HEADER = {"class": "KFAC", "nested": {"a": [1, 2.5, None, True], "e": 1e-30}, "text": "σ² é"}
 
@@ -313,18 +312,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(checkpoint
     header, tensors = io.read(checkpoint)
     assert header == {"n": 2}
     assert tensors["x"].eq(2).all()
-
-
-@pytest.mark.parametrize("read", [io.read, lambda path: Checkpoint(path.parent, {}).read(path.name)])
-@pytest.mark.parametrize("owner", ["own", "gone"])
-def test_a_checkpoint_that_a_killed_save_put_aside_is_moved_back(tmp_path, owner, read):
-    """Where two folders cannot be exchanged."""
-    write_stage = Checkpoint(tmp_path, {}).write
-    write_stage("p", {"n": 1}, {"x": torch.ones(2)})
-    number = os.getpid() if owner == "own" else 2**22 + 1  # more than Linux gives
-    (tmp_path / "p").rename(tmp_path / f".p.{platform.node()}-{number}-0.replaced")
-    assert read(tmp_path / "p")[1]["x"].eq(1).all()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["p"]
 
 
 def test_what_killed_saves_left_behind_goes(checkpoint):

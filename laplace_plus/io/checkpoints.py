@@ -1,28 +1,17 @@
-"""Checkpoints of unfinished work: finished stages, and passes over data that go on where they were."""
+"""Trees of values as JSON and tensors."""
 
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace_plus.errors import CheckpointError
-from laplace_plus.io.files import is_there, read, write
-from laplace_plus.io.fingerprints import fingerprint
-from laplace_plus.network.batches import Batch, DataSums, same_sum
-
-PAUSE = 30.0
-"""Seconds between two saves of a pass; as many times the last save's duration, where that is more than a second."""
 
 Stage = tuple[dict[str, Any], dict[str, Tensor]]
 """A JSON-able header, and tensors."""
@@ -60,96 +49,26 @@ def taking_up() -> Iterator[None]:
 
 
 class Checkpoint:
-    """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings.
+    """What is left of resumable work until nobody asks it: nothing is found, and nothing is written."""
 
-    Without a folder nothing is written or found.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]):
-        self.folder, self._identity = None if folder is None else Path(folder), dict(identity)
-        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError("Checkpoints go to a folder.", expected="a folder", got=f"the file {folder}")
+    def __init__(self, folder: Any = None, identity: Any = None):
+        self.folder = None
 
     def write(self, stage: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Replace a stage; an interruption leaves either the old or the new one."""
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write(self.folder / stage, {"identity": self._identity, "stage": dict(header)}, dict(tensors))
+        """Nothing."""
 
     def read(self, stage: str, device: Any = "cpu") -> Stage | None:
-        """The header and tensors of a stage, or None; CheckpointError if damaged, or of another computation."""
-        if self.folder is None or not is_there(self.folder / stage):
-            return None
-        header, tensors = map(Part, read(self.folder / stage, device))
-        saved = Part(header["identity"])
-        for name, own in self._identity.items():
-            if saved.get(name) != own:
-                what = f"The checkpoint {self.folder / stage} is of another computation: its {name} differs."
-                fix = "Pass a new folder, or the network, data and settings that the checkpoint was written with."
-                expected, got = (shorten(repr(value), 200) for value in (own, saved.get(name)))
-                raise CheckpointError(what, expected=expected, got=got, fix=fix)
-        return Part(header["stage"]), tensors
+        """None."""
+        return None
 
     def stage(self, name: str, compute: Callable[[], Stage], device: Any = "cpu") -> Stage:
-        """A stage as :meth:`read` finds it, or computed and written."""
-        found = self.read(name, device)
-        if found is None:
-            found = compute()
-            self.write(name, *found)
-        return found
+        """What a computation gives."""
+        return compute()
 
 
 def identity(posterior: Any, n_data: int | None = None) -> dict[str, Any]:
-    """What identifies a posterior's computation on so many examples, where that is known, as JSON."""
-    weights = fingerprint(posterior.network.model)["sha256"]
-    return {**posterior.settings(), "network": weights, "number of data": n_data}
-
-
-def kept(
-    checkpoint: Checkpoint,
-    stage: str,
-    batches: Iterable[Batch],
-    save: Callable[[], Stage],
-    restore: Callable[[Stage], None],
-    device: torch.device,
-    *,
-    again: bool = True,
-) -> Iterator[Batch]:
-    """A pass whose sums are saved as a stage, from time to time and at its end; a later pass goes on from there.
-
-    Of the batches that are in the sums only the first comes ``again``, as it shapes what adds up; ``restore`` follows.
-    CheckpointError if they are not the same, in the same order.
-    """
-    found = checkpoint.read(stage, device)
-    count, known = (0, []) if found is None else (count_of(found[0], "batches"), found[0]["data"])
-    sums, number, due = DataSums(device), 0, time.monotonic() + PAUSE
-
-    def put() -> float:
-        began, (header, tensors) = time.monotonic(), save()
-        data = [repr(value) for value in sums.values()]
-        checkpoint.write(stage, {**header, "batches": number, "data": data}, tensors)
-        return time.monotonic() + PAUSE * max(1.0, time.monotonic() - began)
-
-    for number, batch in enumerate(batches, 1):
-        sums.add(batch, len(batch.target))
-        if found is None or (number == 1 and again):
-            yield batch
-        if found is None and time.monotonic() >= due:
-            due, count = put(), number
-        elif found is not None and number == count:
-            with taking_up():
-                if not all(map(same_sum, map(float, known), sums.values())):
-                    break
-                restore(found)
-            found = None
-    if found is not None:
-        what = f"The checkpoint {checkpoint.folder} is of another computation: its data differ."
-        got = f"{number} batches" if number != count else "others, or in another order"
-        fix = "Pass a new folder, or a loader that does not shuffle, or does so from the same seed."
-        raise CheckpointError(what, expected=f"its {count} batches, in the same order", got=got, fix=fix)
-    if number > count:
-        put()
+    """Nothing."""
+    return {}
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from inspect import Parameter, signature
-from os import PathLike
 from typing import Any, ClassVar, Self
 
 import torch
@@ -66,19 +65,11 @@ class Posterior(Called):
         UnsupportedError: A network that cannot be treated as a function of single examples.
     """
 
-    is_resumable: bool = False
-    """Whether :meth:`fit` takes a checkpoint."""
-
-    _checkpoint_folder: str | PathLike[str] | None = None
-
     over_ranks: bool = False
     """Whether :meth:`fit_batches` sums over the ranks in ``group``; a class that does not is refused several."""
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {}
     """Classes of the tuners that this class supports, by shorthand; the first of them is ``"auto"``."""
-
-    resumed: Any = None
-    """Makes of :meth:`run_tuner` a method with a checkpoint; see :mod:`laplace_plus.io.passes`."""
 
     tuning: TuningResult | None = None
     """The result of the last tuning."""
@@ -111,7 +102,6 @@ class Posterior(Called):
         progress: bool = False,
         generator: torch.Generator | None = None,
         distributed: Distributed = None,
-        checkpoint: str | PathLike[str] | None = None,
     ) -> Self:
         """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
 
@@ -121,11 +111,8 @@ class Posterior(Called):
             generator: Source of randomness, for methods that use any; of several ranks, that of rank 0 counts.
             distributed: Which ranks of ``torch.distributed`` share the data, each with a loader of its own: None for
                 all there are, False for this process alone, or a process group. Every one of them makes the same call.
-            checkpoint: A folder for what is finished, of all ranks. A fit that finds some there continues from it, to
-                the posterior that an uninterrupted one would have given. Loaders' order must be the same.
 
         Raises:
-            CheckpointError: The checkpoint is of another network, other data, another order of them, or other settings.
             DistributedError: Another rank failed, or disagrees on the network or on settings.
             EmptyDataError: No data came.
             DataError: A batch of a form that cannot be used.
@@ -141,7 +128,7 @@ class Posterior(Called):
             if self.network.sharded is not None:
                 self.network.refresh()
             self.network.check_finite()
-            self.run_fit(data, group, progress=progress, generator=generator, checkpoint=checkpoint)
+            self.run_fit(data, group, progress=progress, generator=generator)
         return self
 
     @full_precision
@@ -152,14 +139,13 @@ class Posterior(Called):
         progress: bool = False,
         generator: torch.Generator | None = None,
         distributed: Distributed = None,
-        checkpoint: str | PathLike[str] | None = None,
     ) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`.
 
         Unlike that of :meth:`fit`, the loader is not kept alive. A method that passes over the training data again
         needs all of them: keep the loaders (lists are never kept), or pass ``data=`` there.
         """
-        options: Any = {"progress": progress, "generator": generator, "checkpoint": checkpoint}
+        options: Any = {"progress": progress, "generator": generator}
         if self._vector is None:
             return self.fit(data, distributed=distributed, **options)
         group = resolve_group(distributed)
@@ -176,12 +162,8 @@ class Posterior(Called):
         update: bool = False,
         progress: bool = False,
         generator: torch.Generator | None = None,
-        checkpoint: str | PathLike[str] | None = None,
     ) -> None:
         """What :meth:`fit` and :meth:`update` do within a session of the ranks; a failure changes nothing."""
-        if checkpoint is not None and not self.is_resumable:
-            expected, got = "checkpoint=None", type(self).__name__
-            raise UnsupportedError("This fit cannot continue from a checkpoint.", expected=expected, got=got)
         taken = signature(self.fit_batches).parameters
         if update and "update" not in taken:
             what = f"{type(self).__name__} cannot be updated."
@@ -201,9 +183,7 @@ class Posterior(Called):
                 network.example_axes.clear()
                 network.reached.clear()
             self.remember_weights()
-            self._checkpoint_folder = checkpoint
             self.fit_batches(data, **options)
-            self._checkpoint_folder = None
             if self._vector is None or (self._vector is vector and not update):
                 self._vector = self.network.vector()
             network.kept.pop("mark", None)
@@ -250,7 +230,6 @@ class Posterior(Called):
         tune_noise: bool | None = None,
         progress: bool = False,
         generator: torch.Generator | None = None,
-        checkpoint: str | PathLike[str] | None = None,
         **options: Any,
     ) -> Self:
         """Tune the prior precision and, where the likelihood has one, the noise level with it.
@@ -267,8 +246,6 @@ class Posterior(Called):
             tune_noise: With a shorthand, whether to tune Gaussian noise; by default whenever there is any.
             progress: Whether to show a progress bar.
             generator: Source of randomness, for tuners that draw samples.
-            checkpoint: Of Gaussian posteriors, a folder for finished parts of passes over data, in one process; a call
-                that finds some goes on to the same result. The loader's order must be the same.
             **options: Further arguments of the tuner that a shorthand stands for. ``evidence="tangent"`` makes
                 ``lp.Tangent`` of the three by marginal likelihood.
 
@@ -279,7 +256,6 @@ class Posterior(Called):
             NotFittedError: Before :meth:`fit`.
             UnsupportedError: A tuner that this class does not support, or a prior that its structure does not take.
             ConfigurationError: An unknown shorthand or option.
-            CheckpointError: The checkpoint is of another fit, tuner or data, or another order of them.
             DataError: The training data are needed, and not at hand; or all held-out targets are ignored.
             NonFiniteError: A loss that is not finite.
 
@@ -288,13 +264,9 @@ class Posterior(Called):
         """
         self.require_fit()
         options = {"structure": structure, "data": data, "tune_noise": tune_noise, **options}
-        run: Any = type(self).run_tuner
-        if self.resumed is None:  # a tuner may take one
-            options["checkpoint"] = checkpoint
-        elif checkpoint is not None:
-            run = partial(self.resumed(run), checkpoint=checkpoint)
         chosen = resolve_tuner(type(self).__name__, self.tuners, tuner, options)
-        result, before = run(self, chosen, progress=progress, generator=generator), dict(vars(self))
+        result = self.run_tuner(chosen, progress=progress, generator=generator)
+        before = dict(vars(self))
         try:
             self.apply_tuning(result)
         except BaseException:

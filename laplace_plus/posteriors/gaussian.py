@@ -65,14 +65,13 @@ class GaussianPosterior(Moments):
     A subclass only sets :attr:`structure`; evidence, tuning, sampling and the linearised predictive come with it.
     """
 
-    over_ranks = is_resumable = True
+    over_ranks = True
 
     structure: Structure
     """The structure that this posterior asks a backend for."""
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = GAUSSIAN_TUNERS
 
-    _passes: Any = None
     _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
     _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
@@ -89,9 +88,6 @@ class GaussianPosterior(Moments):
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
         before = self.sums if update else self.earlier
-        if self._checkpoint_folder is not None:
-            self._passes = ADDED["passes"](self, self._checkpoint_folder, generator, before)
-            generator = self._passes.generator
         if before is not None:
             require_owners(self.group, owned_sums(before.curvature))
         sums, seen = self._total(data, before, progress=progress, generator=generator)
@@ -118,7 +114,6 @@ class GaussianPosterior(Moments):
             diagonalise_over_ranks(self.group, sums.curvature, self._component_weights())
         if may_be_zero and all(block.is_zero() for _, block in sums.curvature):
             raise self.zero_curvature()
-        self._passes = None
         self.adopt(sums, self.network.vector())
 
     def _total(
@@ -138,13 +133,6 @@ class GaussianPosterior(Moments):
         doubt, separate = 0.0, accumulate is None and before is None
         accumulate = self.backend.accumulate if accumulate is None else accumulate
         batches = self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature")
-
-        def take(found: FitSums) -> None:
-            nonlocal sums
-            sums = found
-
-        if self._passes is not None:
-            batches = self._passes.curvature(batches, lambda: sums, take)
         for batch in batches:
             if separate and sums is None and self.noise_per_output and getattr(batch.target, "ndim", 1) > 1:
                 self._separate_noise(self.network.forward(batch.inputs).shape[-1])
@@ -205,8 +193,6 @@ class GaussianPosterior(Moments):
         name = f"{type(self).__name__}: eigenvalues"
         batches = self.batches(data, progress=progress, description=name) if seen else iter(())
         again = torch.zeros((), dtype=torch.long)
-        if self._passes is not None:
-            batches = self._passes.eigenvalues(batches, [again, *corrected_eigenvalues(curvature)])
         for batch in batches:
             again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
         if again != seen:

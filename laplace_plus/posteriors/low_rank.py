@@ -170,15 +170,7 @@ class LowRank(GaussianPosterior):
             return sum_over_ranks(group, found, network), seen
 
     def _pairs(self, make: Callable[[], Operator], generator: torch.Generator | None) -> Curvature:
-        layout, passes = whole_layout(self.network), self._passes
-        if passes is None:
-            return Curvature([(layout, self._block(make(), generator))])
-
-        def found() -> Curvature:
-            return Curvature([(layout, self._block(passes.products(make()), generator))])
-
-        curvature: Curvature = passes.whole("pairs", found)
-        return curvature
+        return Curvature([(whole_layout(self.network), self._block(make(), generator))])
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters

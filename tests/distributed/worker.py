@@ -22,14 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from problems import Until
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laplace_plus as lp
 from laplace_plus import errors
 from laplace_plus.distributed import Group, Ranks, broadcast_, sum_
-from laplace_plus.io import checkpoints
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -592,45 +590,6 @@ def ranks_that_disagree(rank: int, folder: Path) -> None:
     assert "rank 1" in message and "second.weight" in message
     # The group works on.
     assert KINDS["kfac"](net).fit(shard(rank, 9)).n_data == 14
-
-
-@check
-def checkpoints_are_continued(rank: int, folder: Path) -> None:
-    def seeded() -> torch.Generator:
-        return torch.Generator().manual_seed(rank)
-
-    makers = {name: lambda k=name: KINDS[k](network()) for name in ("kfac", "ekfac")}
-    makers |= {
-        "low rank": small_low_rank,
-        "drawn": lambda: lp.KFAC(network(), "classification", backend=lp.Native("ggn_mc")),
-    }
-    checkpoints.PAUSE, pause = 0.0, checkpoints.PAUSE
-    for name, make in [*makers.items()][1:]:
-        own, path = shard(rank, 6), folder / name
-        expected = make().fit(own, generator=seeded()).state()[1]
-        later = {"ekfac": [(1, 3)], "low rank": [(0, 5), (1, 9)]}.get(name, [])
-        for stopped, most in [(1, 1), (0, 1), *later]:  # one rank fails, and the other one is told
-            data = Until(own, most) if rank == stopped else own
-            fit = partial(make().fit, data, generator=seeded(), checkpoint=path)
-            raised(OSError if rank == stopped else errors.DistributedError, fit)
-        found = make().fit(own, generator=seeded(), checkpoint=path).state()[1]
-        assert found.keys() == expected.keys(), name
-        assert all(torch.equal(own, found[key]) for key, own in expected.items()), name
-        again = make().fit(own, generator=seeded(), checkpoint=path).state()[1]
-        assert all(torch.equal(own, again[key]) for key, own in expected.items()), name
-        if rank == 0:  # one process, or another share of the data, is another computation
-            alone = partial(make().fit, own, generator=seeded(), distributed=False, checkpoint=path)
-            assert "processes" in raised(errors.CheckpointError, alone)
-        other = partial(make().fit, own[::-1] if rank else own, generator=seeded(), checkpoint=path)
-        said = raised(errors.CheckpointError if rank else errors.DistributedError, other)
-        assert "data differ" in said, said
-    kfac, path = makers["kfac"], folder / "update"
-    expected = kfac().fit(shard(rank, 6)).update(shard(rank, 3)).state()[1]
-    updated = partial(kfac().fit(shard(rank, 6)).update, Until(shard(rank, 3), rank), checkpoint=path)
-    raised(OSError if rank == 0 else (OSError, errors.DistributedError), updated)
-    found = kfac().fit(shard(rank, 6)).update(shard(rank, 3), checkpoint=path).state()[1]
-    assert all(torch.equal(own, found[key]) for key, own in expected.items())
-    checkpoints.PAUSE = pause
 
 
 @check

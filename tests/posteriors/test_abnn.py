@@ -267,23 +267,6 @@ class Interrupting(list):
             yield batch
 
 
-def test_an_interrupted_fit_goes_on_to_the_same_bits(tmp_path):
-    model, data = classified()
-    whole = lp.ABNN(model, "classification", prior_weight=2.0).fit(data, generator=seeded())
-    before = snapshot(model)
-    interrupting = Interrupting(data, 2 + 2 * 3 + 2)  # the survey, three epochs, half of the fourth
-    with pytest.raises(KeyboardInterrupt):
-        lp.ABNN(model, "classification", prior_weight=2.0).fit(interrupting, generator=seeded(), checkpoint=tmp_path)
-    assert_untouched(model, before)
-    again = lp.ABNN(model, "classification", prior_weight=2.0)
-    assert torch.equal(again.fit(data, generator=seeded(9), checkpoint=tmp_path).members, whole.members)
-    assert again.report == whole.report
-    with pytest.raises(CheckpointError, match="options differs"):
-        lp.ABNN(model, "classification").fit(data, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="data differs"):
-        again.fit(data[::-1], checkpoint=tmp_path)
-
-
 @pytest.mark.parametrize("noise", ["channel", "element"])
 def test_a_fit_that_diverges_changes_nothing(noise):
     model, data = classified()

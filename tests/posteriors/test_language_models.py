@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import Stopped, relative_error
+from problems import relative_error
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -585,26 +585,3 @@ def test_a_texts_information_is_that_of_its_own_tokens(kind, side):
     assert_close(own.sum(1), expected, rtol=ROUNDING[kind], atol=ROUNDING[kind])
     assert_close(own.sum(1) / lengths, expected / torch.tensor(LENGTHS), rtol=ROUNDING[kind], atol=ROUNDING[kind])
     assert expected.min() > 1e-4
-
-
-@pytest.mark.parametrize("options", [{}, {"factor_rank": 3}])
-def test_an_interrupted_stream_of_texts_goes_on(options, tmp_path):
-    """Texts of different lengths; nobody knows how many."""
-    model = adapted("llama")
-
-    def stream(most=None):
-        for number, batch in enumerate(alone()):
-            if number == most:
-                raise Stopped
-            yield batch
-
-    def posterior():
-        return lp.KFAC(model, "classification", parameters="lora", memory_budget="64 MiB", **options)
-
-    whole = posterior().fit(stream())
-    with pytest.raises(Stopped):
-        posterior().fit(stream(2), checkpoint=tmp_path)
-    found = posterior().fit(stream(), checkpoint=tmp_path)
-    assert found.n_data == whole.n_data == len(LENGTHS)
-    assert torch.equal(found.variance(), whole.variance())
-    assert torch.equal(found.log_marginal_likelihood(), whole.log_marginal_likelihood())

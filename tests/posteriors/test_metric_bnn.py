@@ -7,7 +7,6 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
     ConvergenceWarning,
     DataError,
@@ -16,7 +15,6 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.geometry.particles import ParticleLandscape
-from laplace_plus.posteriors.metric_bnn import latent_training
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     LatentModel,
@@ -469,34 +467,6 @@ def interrupt_after(patch, owner, name, count):
 
     patch.setattr(owner, name, interrupted)
     return calls
-
-
-@pytest.mark.slow
-def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
-    net, data = problem
-    options = {**SMALL, "n_steps": 40, "latent": {**LATENT, "epochs": 150}}
-    make = lambda **o: lp.MetricBNN(net, "classification", **{**options, **o})  # noqa: E731
-    whole = make().fit(data, generator=generator()).sample(6, generator=generator())
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, ParticleLandscape, "gradient", 1 + 3 * 25)  # one to measure, three in each step
-        with pytest.raises(KeyboardInterrupt):
-            make().fit(data, generator=generator(), checkpoint=tmp_path / "c")
-    with monkeypatch.context() as patch:
-        calls = interrupt_after(patch, ParticleLandscape, "gradient", 10_000)
-        interrupt_after(patch, latent_training, "draw_partners", 130)  # one in each epoch
-        with pytest.raises(KeyboardInterrupt):
-            make().fit(data, checkpoint=tmp_path / "c")
-    assert len(calls) == 1 + 3 * (40 - 24)  # twelve blocks of two steps were there
-    with monkeypatch.context() as patch:
-        calls = interrupt_after(patch, latent_training, "draw_partners", 10_000)
-        posterior = make().fit(data, checkpoint=tmp_path / "c")
-    assert len(calls) == 50 + 1  # and one for the report
-    torch.testing.assert_close(posterior.sample(6, generator=generator()), whole, rtol=0, atol=0)
-    for other in (make(step_size=0.2), make(prior_precision=2.0), make(weight_decay=0.1)):
-        with pytest.raises(CheckpointError, match="another computation"):
-            other.fit(data, checkpoint=tmp_path / "c")
-    with pytest.raises(CheckpointError, match="data differs"):
-        make().fit(data[::-1], checkpoint=tmp_path / "c")
 
 
 def test_bad_requests_are_named(problem):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from posteriors.dense_rows import classifier_and_batches, dense_rows, projector_of
-from problems import CallLimit, generator
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
     ConvergenceWarning,
     DataError,
@@ -235,27 +234,6 @@ def test_validation_finds_the_best_precision_of_its_grid(problem):
     for factor in (10**0.5, 10**-0.5):
         posterior.prior_precision = posterior.tuning.prior_precision * factor
         assert score() <= best
-
-
-@pytest.mark.slow
-def test_an_interrupted_fit_goes_on(problem, tmp_path):
-    net, data = problem
-    calls = CallLimit(net)
-    whole = lp.NullSpace(net, "classification", projector="lsmr", n_samples=20).fit(data, generator=generator()).samples
-    n_calls = calls.restart(limit=calls.count * 4 // 5)
-    posterior = lp.NullSpace(net, "classification", projector="lsmr", n_samples=20)
-    with pytest.raises(KeyboardInterrupt):
-        posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
-    calls.restart()
-    posterior.fit(data, checkpoint=tmp_path / "c")
-    assert calls.count < 0.8 * n_calls
-    torch.testing.assert_close(posterior.samples, whole, rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match="another computation"):
-        lp.NullSpace(net, "classification", n_samples=6).fit(data, checkpoint=tmp_path / "c")
-    others = [(x + 1, y) for x, y in data]
-    for other in (others, data[::-1]):
-        with pytest.raises(CheckpointError, match="data differs"):
-            lp.NullSpace(net, "classification", projector="lsmr", n_samples=20).fit(other, checkpoint=tmp_path / "c")
 
 
 def test_ignored_targets_do_not_count(problem):

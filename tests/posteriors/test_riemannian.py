@@ -12,7 +12,6 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
     ConvergenceWarning,
     DataError,
@@ -394,30 +393,6 @@ class Breaking(nn.Sequential):
         if self.calls == self.last:
             raise KeyboardInterrupt
         return super().forward(x)
-
-
-@pytest.mark.parametrize("method", [pytest.param(lp.ExponentialMap(), marks=pytest.mark.slow), lp.Diffusion(n_steps=2)])
-def test_interrupted_drawing_goes_on(method, tmp_path):
-    net, data = problem()
-    net = Breaking(*net)
-    options = {"method": method, "n_samples": 5, "memory_budget": 60_000}  # room for two geodesics at a time
-    posterior = lp.Riemannian(net, "classification", **options).fit(data, generator=generator())
-    net.calls = 0
-    expected = posterior.samples
-    whole = net.calls
-    folder = tmp_path / "checkpoint"
-    net.calls, net.last = 0, int(0.8 * whole)
-    with pytest.raises(KeyboardInterrupt):
-        posterior.draw(checkpoint=folder)
-    net.last = None
-    assert torch.equal(posterior.samples, expected)
-    other = lp.Riemannian(net, "classification", **options).fit(data, generator=generator(7))
-    net.calls = 0
-    assert torch.equal(other.draw(checkpoint=folder).samples, expected)
-    assert net.calls < 0.8 * whole
-    other.prior_precision = 2.0
-    with pytest.raises(CheckpointError, match="prior.precision differs"):
-        other.draw(checkpoint=folder)
 
 
 def test_progress_is_shown(capsys):

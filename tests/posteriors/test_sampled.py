@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-from problems import Stopped, Until, generator
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
     ConvergenceWarning,
     DataError,
@@ -286,80 +283,6 @@ def test_changed_noise_and_temperature_reach_the_samples():
 
 
 # -- interruption ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "solver",
-    [
-        lp.CGSolver(tolerance=1e-8, checkpoint_every=3),
-        lp.SGDSolver(epochs=8, tolerance=9.0, learning_rate=0.01, checkpoint_every=2),
-    ],
-)
-def test_an_interrupted_fit_goes_on_to_the_same_samples(tmp_path, solver):
-    model, data = deep()
-
-    def posterior():
-        return lp.SampledLaplace(model, "classification", n_samples=3, solver=solver)
-
-    whole = posterior().fit(data, generator=generator())
-    with pytest.raises(Stopped):
-        posterior().fit(Until(data, 8 * len(data)), generator=generator(), checkpoint=tmp_path)
-    resumed = posterior().fit(data, generator=generator(99), checkpoint=tmp_path)
-    assert torch.equal(resumed.samples, whole.samples)
-    assert torch.equal(posterior().fit(data, checkpoint=tmp_path).samples, whole.samples)  # and once it has ended
-
-
-@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14, 25, 40)), 9])
-def test_an_interrupted_tuning_goes_on_to_the_same_result(tmp_path, after):
-    model, data = linear()
-    solver = lp.CGSolver(tolerance=1e-8, checkpoint_every=1)
-
-    def fitted():
-        return lp.SampledLaplace(model, "regression", n_samples=3, solver=solver).fit(
-            data, generator=generator(), checkpoint=tmp_path / "run"
-        )
-
-    def tuned(posterior, **options):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            return posterior.fit_prior_precision(max_steps=6, tolerance=1e-3, **options)
-
-    whole = tuned(fitted())
-    posterior = fitted()
-    with pytest.raises(Stopped):
-        tuned(posterior, data=Until(data, after * len(data)), checkpoint=tmp_path / "run")
-    assert float(posterior.prior_precision) == 1.0  # as it was
-    resumed = tuned(fitted(), checkpoint=tmp_path / "run")
-    assert torch.equal(resumed.prior_precision, whole.prior_precision)
-    assert torch.equal(resumed.noise_std, whole.noise_std)
-    assert torch.equal(resumed.samples, whole.samples)
-    assert len(resumed.tuning.steps) == len(whole.tuning.steps)
-
-
-def test_checkpoints_of_other_problems_are_refused(tmp_path):
-    model, data = deep()
-
-    def fit(model=model, data=data, n_samples=2, **options):
-        return lp.SampledLaplace(model, "classification", n_samples=n_samples, **options).fit(data, checkpoint=tmp_path)
-
-    fit()
-    other = deep()[0]
-    with torch.no_grad():
-        other[0].weight += 1
-    with pytest.raises(CheckpointError, match="network"):
-        fit(model=other)
-    with pytest.raises(CheckpointError, match="number of data"):
-        fit(data=data[:-1])
-    with pytest.raises(CheckpointError, match="data differs"):
-        fit(data=[(x + 1, y) for x, y in data])
-    with pytest.raises(CheckpointError, match="options"):
-        fit(n_samples=3)
-    with pytest.raises(CheckpointError, match="prior_precision"):
-        fit(prior_precision=2.0)
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(CheckpointError, match="folder"):
-        lp.SampledLaplace(model, "classification").fit(data, checkpoint=file)
 
 
 # -- parameters, storage, bad input ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from problems import generator
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import CheckpointError, ConvergenceWarning, DataError
+from laplace_plus.errors import ConvergenceWarning, DataError
 from laplace_plus.priors import Groups
 from laplace_plus.tuning.groups import with_floor
 
@@ -137,36 +137,7 @@ def test_files_without_a_sum_of_the_data_load(tmp_path, monkeypatch):
         loaded.solve(batches(x[:20], y[:20]))
 
 
-def test_targets_of_other_examples_are_other_data(tmp_path):
-    model, x, y = problem()
-    one_hot = torch.nn.functional.one_hot(torch.arange(30) % 3, 3).double()  # whose plain sums are all the same
-    for inputs, folder in ((x, "normal"), (one_hot, "one-hot")):
-        posterior = lp.SampledLaplace(model, "classification", n_samples=2)
-        posterior.fit(batches(inputs, y), checkpoint=tmp_path / folder)
-        with pytest.raises(CheckpointError, match="data differs"):
-            posterior.fit(batches(inputs, y.roll(1)), checkpoint=tmp_path / folder)
-
-
 # -- budgets and floors ---------------------------------------------------------------------------------------------
-
-
-def test_an_unfinished_fit_goes_on_with_a_greater_budget(tmp_path):
-    model, x, y = problem()
-
-    def fit(solver):
-        posterior = lp.SampledLaplace(model, "classification", n_samples=4, chunk_size=4, solver=solver)
-        return posterior.fit(batches(x, y), generator=generator(), checkpoint=tmp_path / type(solver).__name__)
-
-    with pytest.warns(ConvergenceWarning, match="residuals"):
-        fit(lp.CGSolver(tolerance=1e-10, max_iterations=3, checkpoint_every=1))
-    longer = fit(lp.CGSolver(tolerance=1e-10, checkpoint_every=1))
-    assert longer.report.converged
-    assert torch.equal(longer.samples, fitted().samples)
-    with pytest.raises(CheckpointError, match="options"):
-        fit(lp.CGSolver(tolerance=1e-4, checkpoint_every=1))
-    fit(lp.SGDSolver(epochs=2, tolerance=9.0))
-    with pytest.raises(CheckpointError, match="options"):  # of which the number of epochs makes the schedule
-        fit(lp.SGDSolver(epochs=4, tolerance=9.0))
 
 
 def test_a_g_priors_floor_is_a_millionth_of_its_groups_mean():

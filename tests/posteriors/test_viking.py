@@ -12,7 +12,6 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
     ConvergenceWarning,
     DataError,
@@ -355,34 +354,6 @@ def test_a_trained_linear_model_has_the_exact_mean(linear):
         torch.zeros(4, dtype=D), X @ X.T / alpha + noise**2 * torch.eye(4, dtype=D)
     ).log_prob(y[:, 0])
     assert evidence - 1.0 < posterior.elbo().elbo < evidence + 1.0
-
-
-@pytest.mark.slow
-def test_an_interrupted_training_goes_on(problem, tmp_path, monkeypatch):
-    net, data = problem
-    options = {"mode": lp.ELBOTraining(epochs=3, scale_epochs=1), "n_samples": 3}
-    whole = lp.VIKING(net, "classification", **options).fit(data, generator=generator())
-    start, calls = MeanTraining.epoch_noise, []
-
-    def interrupted(self, *args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return start(self, *args)
-
-    monkeypatch.setattr(MeanTraining, "epoch_noise", interrupted)
-    posterior = lp.VIKING(net, "classification", **options)
-    with pytest.raises(KeyboardInterrupt):
-        posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
-    posterior.fit(data, checkpoint=tmp_path / "c")
-    assert len(calls) == 5
-    torch.testing.assert_close(posterior.samples, whole.samples, rtol=0, atol=1e-12)
-    assert posterior.history == whole.history
-    with pytest.raises(CheckpointError, match="another computation"):
-        lp.VIKING(net, "classification", n_samples=3).fit(data, checkpoint=tmp_path / "c")
-    for other in ([(x + 1, y) for x, y in data], [(x, y.roll(1)) for x, y in data]):
-        with pytest.raises(CheckpointError, match="data differs"):
-            lp.VIKING(net, "classification", **options).fit(other, checkpoint=tmp_path / "c")
 
 
 def test_torchs_own_seed_is_honoured(problem):

@@ -86,7 +86,7 @@ class SpatialField(GaussianPosterior):
         tensor([0.5000, 0.5000])
     """
 
-    over_ranks = is_resumable = False
+    over_ranks = False
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     _covariance_cache: tuple[Any, Tensor] | None = None

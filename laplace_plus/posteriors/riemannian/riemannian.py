@@ -104,7 +104,6 @@ class Riemannian(Posterior):
     """
 
     default_method = "sampled"
-    is_resumable = True
     tangent: Posterior
     data_sum: float | None = None
 
@@ -225,9 +224,7 @@ class Riemannian(Posterior):
             if isinstance(tangent, GaussianPosterior):
                 fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
-            tangent.fit(
-                data, progress=progress, generator=generator, distributed=False, checkpoint=self._checkpoint_folder
-            )
+            tangent.fit(data, progress=progress, generator=generator)
         self._share()
         self._vector, self._drawn, self.data_sum = tangent.mean, None, data_sum
         self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs

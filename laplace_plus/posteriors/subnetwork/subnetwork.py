@@ -160,9 +160,7 @@ class Subnetwork(GaussianPosterior):
             if self._is_layerwise():
                 precision = self._precision_of(inner.layer_names)
         inner.group, inner.noise_per_output = self.group, self.noise_per_output
-        inner._checkpoint_folder = self._checkpoint_folder
         inner.fit_batches(data, update=update, progress=progress, generator=generator)
-        inner._checkpoint_folder = None
         self.network, self._prior_precision, self.likelihood = inner.network, precision, inner.likelihood
         self._inner, self._choice = inner, choice
         self._example = self._example if inner._example is None else inner._example

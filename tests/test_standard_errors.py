@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from campaign.cases import DATA, X, fitted, network, seeded
 from scipy import stats
 from torch import Tensor, nn
 
@@ -21,6 +20,22 @@ from laplace_plus.linalg import diagonal, slq_logdet, slq_trace, trace
 pytestmark = pytest.mark.slow
 
 N, SEEDS, FITS = 50, 1000, 400
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(12) % 3
+DATA = [(X[:7], Y[:7]), (X[7:], Y[7:])]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+    net[0].bias.requires_grad_(False)
+    return net
+
+
 MATRIX = torch.randn(N, N, generator=seeded(3), dtype=torch.float64)
 MATRIX = MATRIX @ MATRIX.T / N + torch.eye(N, dtype=torch.float64)
 STEEP = torch.linalg.qr(torch.randn(N, N, generator=seeded(4), dtype=torch.float64))[0]
@@ -109,7 +124,7 @@ def remainders(**options: Any) -> Pairs:
 
 
 def predictions(**options: Any) -> Pairs:
-    posterior = fitted("KFAC")
+    posterior = lp.KFAC(network(), "classification").fit(DATA)
     count = options.pop("n_samples", 30)
     made = [posterior.predictive(X[:4], n_samples=count, generator=seeded(s), **options) for s in range(SEEDS)]
     reference = torch.stack([one.mean for one in made]).mean(0)
