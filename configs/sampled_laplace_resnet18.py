@@ -11,7 +11,7 @@ another scaling of the same problem: the learning rate is found from the data's 
 divided by 200, and the tangent model's optimum is searched for by L-BFGS on all data rather than by descent.
 ``--solver cg`` takes preconditioned conjugate gradients instead.
 
-``FOLDER`` holds ``cifar-100-python``, as unpacked from the data set's archive. ``--tiny`` runs the same code on a few random images with an
+``FOLDER`` holds ``cifar-100-python``, as unpacked from the archive. ``--tiny`` runs on a few random images with an
 untrained network, on any machine.
 """
 
