@@ -70,7 +70,7 @@ def peaks(memory_budget: str | None = None, factor_rank: str | None = None) -> d
     posterior.fit([data], generator=torch.Generator().manual_seed(0))
     found["GB, fit"] = peak()
     labels = data.pop("labels")
-    view = posterior.at_last_token(CHOICES)
+    view = lp.at_last_token(posterior, CHOICES)
     for _ in range(3):
         view.predictive(data)
     found["GB, answers"] = peak()
@@ -97,7 +97,7 @@ def gpt2() -> dict[str, object]:
         posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"))
         return posterior.fit([data] * n, generator=torch.Generator().manual_seed(0))
 
-    answers = fit().at_last_token(CHOICES)
+    answers = lp.at_last_token(fit(), CHOICES)
     answers.predictive(inputs)
     calls: dict[str, Callable[[], object]] = {
         "forward": forward,
@@ -137,7 +137,7 @@ def billion(length: int = 32) -> dict[str, object]:
     posterior.fit([data], generator=torch.Generator().manual_seed(0))
     found |= {"P": posterior.n_parameters, "fit, CPU seconds": time.process_time() - start, "GB after the fit": peak()}
     del data["labels"]
-    answers = posterior.at_last_token(CHOICES).predictive(data)
+    answers = lp.at_last_token(posterior, CHOICES).predictive(data)
     return found | {"epistemic": float(answers.epistemic.max()), "GB after answers": peak()}
 
 

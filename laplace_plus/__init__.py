@@ -27,7 +27,10 @@ from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
 from laplace_plus.applications.conformal import ConformalPosterior, conformalize
 from laplace_plus.applications.fields import SpatialField
 from laplace_plus.applications.mixtures import Ensemble, Mixture
+from laplace_plus.applications.serving import freeze
+from laplace_plus.applications.through import at_last_token, through
 from laplace_plus.applications.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
+from laplace_plus.applications.uses import continue_on, from_variance, penalty
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.geometry import Diffusion
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
@@ -78,23 +81,29 @@ __all__ = [
     "TuningResult",
     "Validation",
     "__version__",
+    "at_last_token",
     "calibrate",
     "conformalize",
     "constraints",
+    "continue_on",
     "curvature",
     "distributed",
     "errors",
+    "freeze",
+    "from_variance",
     "geometry",
     "integrations",
     "leave_one_out",
     "likelihoods",
     "linalg",
     "metrics",
+    "penalty",
     "plotting",
     "reconstruction",
     "serving",
     "structured",
     "testing",
+    "through",
     "train_data_emphasized",
     "train_marginal_likelihood",
     "tuning",

@@ -203,7 +203,7 @@ def run(seed, folder):
             renderer.field, lp.Gaussian(noise), resolution=resolution, structure=structure, **options
         )
         _, fit = timed(lambda field=field: field.fit(data))
-        view = field.through(lambda rays, field=field: renderer.depth(rays, field.field.displace))
+        view = lp.through(field, lambda rays, field=field: renderer.depth(rays, field.field.displace))
         for prior in ("one cell", "the box"):
             if prior == "the box":
                 field.prior_precision = 0.25
@@ -217,7 +217,7 @@ def run(seed, folder):
 
     kfac = lp.KFAC(renderer, lp.Gaussian(noise), parameters="last_layer")
     _, fit = timed(lambda: kfac.fit(data).fit_prior_precision("marginal_likelihood", tune_noise=False))
-    view = kfac.through(renderer.depth, "regression")
+    view = lp.through(kfac, renderer.depth, "regression")
     own = {"method": "sampled", "n_samples": 30}
     u, query = timed(lambda: view.predictive(new, **own, generator=torch.Generator().manual_seed(seed)).epistemic)
     add("last layer, KFAC: depth", u[:, 0], fit, query)

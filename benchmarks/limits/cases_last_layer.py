@@ -124,7 +124,7 @@ def frozen(problem: Problem) -> Iterator[Task]:
     """One input through a frozen last layer, eager and traced, beside the network treated likewise."""
     x = problem.probe(1)
     one = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1]}))
-    served = fit(problem, lp.KFAC, parameters="last_layer").freeze(problem.probe(3))
+    served = lp.freeze(fit(problem, lp.KFAC, parameters="last_layer"), problem.probe(3))
     model = one.model.eval()
     for way in ("eager", "traced"):
         pair = []

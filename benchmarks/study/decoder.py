@@ -91,8 +91,8 @@ def measured(arguments: Namespace, seed: int) -> Row:
     generator = torch.Generator().manual_seed(seed)
     posterior.fit(list(zip(train.split(250), train.split(250), strict=True)), generator=generator)
     posterior.fit_prior_precision("line_search", allowance=ALLOWANCE)
-    pixels = posterior.through(lambda x: model(x).sigmoid())
-    losses = posterior.through(lambda x: -log_density(model(x), x)[:, None])
+    pixels = lp.through(posterior, lambda x: model(x).sigmoid())
+    losses = lp.through(posterior, lambda x: -log_density(model(x), x)[:, None])
 
     def std(view: Any, x: Tensor) -> Tensor:
         return view.functional_posterior(x, outputs="diagonal").covariance.clamp_min(0).sqrt()
@@ -138,9 +138,9 @@ Variational autoencoders of {train} digits of MNIST (codes of {code} numbers, {u
 the decoder, float64), {seeds} seeds, mean ± standard error. The posterior is
 `lp.NullSpace(model, lp.LogDensity(log_density), rows="loss", parameters="decoder.*")`, {samples} samples, scaled by
 `fit_prior_precision("line_search", allowance={allowance:g})`: so many nats may a training image lose. Standard
-deviations of pixels, which are in [0, 1], come from `posterior.through(lambda x: model(x).sigmoid())`, those of losses
-from `posterior.through(lambda x: -log_density(model(x), x)[:, None])`. `python benchmarks/study/decoder.py` measures
-it.
+deviations of pixels, which are in [0, 1], come from `lp.through(posterior, lambda x: model(x).sigmoid())`, those of
+losses from `lp.through(posterior, lambda x: -log_density(model(x), x)[:, None])`. `python benchmarks/study/decoder.py`
+measures it.
 
 ![Images of three sets, their reconstructions, and the standard deviations of the pixels](study-decoder.png)
 

@@ -155,7 +155,7 @@ def run(train, tests, setting: str, method: str, strength: float, seed: int) -> 
         if method == "fine-tuning" or not (posterior or anchors):
             return decay(net)
         if posterior:
-            return strength * posterior.penalty(net)
+            return strength * lp.penalty(posterior, net)
         named = dict(net.named_parameters())
         parts = [(f[n] * (p - theta[n]).square()).sum() for theta, f in anchors for n, p in named.items()]
         return decay(net) + strength / 2 * sum(parts)
@@ -169,7 +169,7 @@ def run(train, tests, setting: str, method: str, strength: float, seed: int) -> 
             if posterior is None:
                 posterior = getattr(lp, method)(net, "classification", prior_precision=PRIOR)
             else:
-                posterior = posterior.continue_on(net)
+                posterior = lp.continue_on(posterior, net)
             posterior.fit(list(zip(x.split(250), y.split(250), strict=True)))
         elif method == "EWC":
             anchors.append(({n: p.detach().clone() for n, p in net.named_parameters()}, fisher(net, x)))

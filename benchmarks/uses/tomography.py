@@ -146,7 +146,7 @@ def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[
         posterior = lp.NullSpace(Measured(net, problem.matrix), lp.Gaussian(fitted), n_samples=100)
         posterior.fit([(z, y[None].float())], generator=torch.Generator().manual_seed(0))
         posterior.fit_prior_precision("optimal")
-        view = posterior.through(lambda z: net(z).flatten(1), "regression")
+        view = lp.through(posterior, lambda z: net(z).flatten(1), "regression")
         covariance = view.functional_posterior(z).covariance[0].double()
         add("null space", start, mean, covariance, fitted)
     return rows

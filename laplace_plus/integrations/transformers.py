@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from laplace_plus.applications.through import Through, through
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.posteriors import Posterior
-from laplace_plus.posteriors.through import Through
 from laplace_plus.predictive import Prediction
 
 __all__ = ["LaplaceCallback", "ShiftedLabels", "predict_texts", "text_choices"]
@@ -133,7 +133,7 @@ def text_choices(posterior: Posterior, *, average: bool = False) -> Through:
         average: Whether scores are averaged over the scored tokens, so that long answers are not less likely.
 
     Returns:
-        A view as of ``posterior.through``, with outputs ``[N, K]``. Its batches are mappings with ``"input_ids"`` and
+        A view as of ``lp.through``, with outputs ``[N, K]``. Its batches are mappings with ``"input_ids"`` and
         what else the model takes, ``[N, K, T]``, and ``"scored" [N, K, T]``: one at an answer's tokens, else zero. It
         raises :class:`DataError` for other shapes, and for texts without a scored token after the first.
     """
@@ -152,4 +152,4 @@ def text_choices(posterior: Posterior, *, average: bool = False) -> Through:
         found = (found * kept).sum(1) / (kept.sum(1) if average else 1)
         return found.view(scored.shape[:2])
 
-    return posterior.through(scores, "classification")
+    return through(posterior, scores, "classification")

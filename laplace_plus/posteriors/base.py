@@ -77,7 +77,7 @@ class Posterior(Called):
     training_data: TrainingData = TrainingData()
 
     earlier: Any = None
-    """The sums of earlier tasks' data, to which :meth:`fit` adds; see ``GaussianPosterior.continue_on``."""
+    """The sums of earlier tasks' data, to which :meth:`fit` adds; see ``lp.continue_on``."""
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 

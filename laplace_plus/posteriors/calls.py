@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -11,15 +11,12 @@ from torch import Tensor
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, EmptyDataError, UnsupportedError
-from laplace_plus.likelihoods import Categorical
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network.batches import batch_size, describe, inputs_of
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.predicting import Predicting
-from laplace_plus.posteriors.registry import ADDED
-from laplace_plus.posteriors.through import LastToken, Through
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import stacked
 
@@ -67,62 +64,6 @@ class Called(Predicting):
         if not found:
             raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none")
         return stacked(found)
-
-    @full_precision
-    def freeze(self, x: Any = None, *, link: str | None = None) -> Any:
-        """A module for serving, which ``torch.compile``, ``torch.export``, ONNX export and ``torch.jit.trace`` take.
-
-        It holds copies, is called as the network is, and returns mean, variance, functional mean and its variance at
-        ``link``, by default that of :meth:`predictive`. It is compared with that on ``x`` or else training data:
-        ``docs/serving.md``.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            UnsupportedError: Anything but a Gaussian posterior over a last layer, or ``lp.KFAC`` or ``lp.Diagonal`` of
-                layers that rules describe; the link ``"mc"``.
-            ConfigurationError: Without ``x``, if the training data are not at hand; an unknown link.
-        """
-        return ADDED["freeze"](self, x, link)
-
-    def through(self, function: Callable[..., Any], likelihood: Any = None) -> Through:
-        """The posterior of another output of the same weights: a decoder's image, the logits at some position, a field.
-
-        Args:
-            function: What is called with a batch's inputs in place of the model: a function that calls the model, or a
-                module within it. Its output is ``[B, *, C]``, laid out as the likelihood's.
-            likelihood: That of the new outputs, for ``predictive``; without one there is ``functional_posterior``.
-
-        Returns:
-            A view with ``functional_posterior``, ``predictive`` and ``sample``.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            SelectionError: A module that shares no weights with the model.
-
-        Example:
-            >>> import laplace_plus as lp
-            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-            >>> posterior = lp.KFAC(model, "classification").fit([(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))])
-            >>> margin = posterior.through(lambda x: model(x)[:, :1] - model(x)[:, 1:2])
-            >>> margin.functional_posterior(torch.ones(6, 2)).covariance.shape
-            torch.Size([6, 1, 1])
-        """
-        return Through(self, function, likelihood)
-
-    def at_last_token(self, classes: Sequence[int] | Tensor | None = None) -> Through:
-        """The posterior of a language model's answer after each text, for one backward pass for each class.
-
-        The last token is the last that ``"attention_mask" [B, T]`` does not hide, with padding on either side; without
-        a mask it is the last position. Keep the view for all batches: its first call asks which parameters matter.
-
-        Args:
-            classes: Token ids ``[K]`` among which the answer is; probabilities sum to one over these. None for all.
-
-        Returns:
-            A view as of :meth:`through`, with outputs ``[B, K]``; :class:`DataError` for another mask or other models.
-        """
-        own: Any = "classification" if isinstance(self.likelihood, Categorical) else self.likelihood
-        return Through(self, LastToken(self.network, classes), own)
 
     @full_precision
     def state_dict(self) -> dict[str, Any]:

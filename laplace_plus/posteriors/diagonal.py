@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
 from laplace_plus.curvature import DiagonalStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.registry import ADDED
 
 
 class Diagonal(GaussianPosterior):
@@ -27,8 +22,3 @@ class Diagonal(GaussianPosterior):
     """
 
     structure = DiagonalStructure()
-
-    @classmethod
-    def from_variance(cls, model: nn.Module, variance: Any, likelihood: Any, **options: Any) -> Diagonal:
-        """``N(θ̂, diag(variance))``, from IVON's or Adam's state, say; see ``lp.uses.from_variance``."""
-        return ADDED["from_variance"](model, variance, likelihood, cls=cls, **options)

@@ -30,10 +30,10 @@ from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.configuration import check_positive as positive
 from laplace_plus.posteriors.moments import Moments
-from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
     FitSums,
+    LostSums,
     corrected_eigenvalues,
     diagonalise_over_ranks,
     owned_sums,
@@ -480,7 +480,7 @@ class GaussianPosterior(Moments):
         statistics, travelled = tensors["statistics"].cpu(), tensors.get("travelled")
         travelled = travelled if travelled is None else travelled.view_as(tensors["vector"])
         sums = FitSums(curvature, statistics, self.n_data, self.n_outputs, travelled)
-        self.earlier = ADDED["lost"] if header.get("continued") else None
+        self.earlier = LostSums() if header.get("continued") else None
         self.adopt(sums, tensors["vector"])
         self.tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
         checks.positive("covariance_scale", header.get("covariance_scale", 1.0))

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.base import describe
-from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.structured import Factor
 from laplace_plus.tuning.laplace import LaplaceModel
 
@@ -54,18 +50,6 @@ class Moments(Posterior):
         determinant = sum(factor.log_determinant() for factor in self.factors().values())
         found = (determinant - self.n_parameters * math.log(2 * math.pi) - squares / self.covariance_scale) / 2
         return found if theta.ndim == 2 else found[0]  # noqa: PLR2004
-
-    @full_precision
-    def penalty(self, parameters: nn.Module | Mapping[str, Tensor] | Tensor) -> Tensor:
-        """``−log q(θ)`` without its constant, ``½ (θ − θ̂)ᵀ Σ⁻¹ (θ − θ̂)`` in nats, 0-d float64; differentiable.
-
-        The penalty of continual learning: :func:`laplace_plus.applications.uses.penalty` has arguments and errors.
-        """
-        return ADDED["penalty"](self, parameters)
-
-    def continue_on(self, model: nn.Module, *, parameters: Selection | None = None) -> Any:
-        """A posterior whose prior is this one, to be fitted to the next task; see ``lp.uses.continue_on``."""
-        return ADDED["continue_on"](self, model, parameters=parameters)
 
     @full_precision
     def effective_dimension(self) -> Tensor:

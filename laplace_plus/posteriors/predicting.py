@@ -32,7 +32,7 @@ class Predicting(Stored, ABC):
     default_method: Method = "linearized"
 
     other_likelihood: Likelihood | None = None
-    """That of the predictions, where they are of other outputs than the fit's; see :meth:`Posterior.through`."""
+    """That of the predictions, where they are of other outputs than the fit's; see ``lp.through``."""
 
     tangent_mean: Tensor | None = None
     """The tangent model's optimum, where linearised predictions have it as their mean."""

@@ -11,8 +11,6 @@ ENTRY_POINTS = "laplace_plus.posteriors"
 METHODS = ("fit", "predictive", "sample")
 """What tells a posterior class from others: ``Posterior`` itself is defined above this module."""
 
-ADDED: dict[str, Any] = {}
-"""What modules above add by name: how a checkpoint keeps a fit, and what ``uses`` and ``serving`` do."""
 
 _registered: dict[str, type[Any]] = {}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace_plus.curvature import Curvature
 from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, sum_
-from laplace_plus.errors import DataError, DistributedError, EmptyDataError
+from laplace_plus.errors import ConfigurationError, DataError, DistributedError, EmptyDataError
 from laplace_plus.network.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.blocks import block_from_tensors
@@ -50,6 +50,19 @@ class FitSums:
         curvature.add_(other.curvature)
         return replace(
             self, curvature=curvature, statistics=self.statistics + other.statistics, n_data=self.n_data + other.n_data
+        )
+
+
+class LostSums:
+    """In place of the sums of earlier tasks, once a checkpoint has added them to the last one's."""
+
+    @property
+    def curvature(self) -> Curvature:
+        """ConfigurationError: the last task cannot be fitted again."""
+        raise ConfigurationError(
+            "A checkpoint holds the sum over all tasks, so that the last one cannot be fitted again.",
+            expected="update(data), or lp.continue_on(posterior, model) for the next task",
+            got="fit() after lp.load",
         )
 
 

@@ -369,7 +369,7 @@ def adapters_on_a_sharded_base(rank: int, folder: Path) -> None:
     close(ours.variance(), alone.variance(), 1e-6)
     close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-6)
     batch = {"input_ids": texts[2], "attention_mask": torch.ones_like(texts[2])}
-    for one, other in ((ours, alone), (ours.at_last_token([1, 2, 3]), alone.at_last_token([1, 2, 3]))):
+    for one, other in ((ours, alone), (lp.at_last_token(ours, [1, 2, 3]), lp.at_last_token(alone, [1, 2, 3]))):
         found, expected = one.functional_posterior(batch), other.functional_posterior(batch)
         close(found.mean, expected.mean, 1e-6)
         close(found.covariance, expected.covariance, 1e-6)

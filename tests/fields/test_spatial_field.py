@@ -243,7 +243,7 @@ def test_another_output_of_the_displaced_field():
     def depth(rays, displace):
         return (torch.softmax(posterior.model(displace(rays))[..., 0], 1) @ t)[:, None]
 
-    view = posterior.through(lambda rays: depth(rays, posterior.field.displace))
+    view = lp.through(posterior, lambda rays: depth(rays, posterior.field.displace))
     found = view.functional_posterior(rays)
     index, weights = posterior.grid.spread(rays)
 
@@ -255,7 +255,7 @@ def test_another_output_of_the_displaced_field():
     torch.testing.assert_close(found.covariance[:, 0, 0], expected)
     torch.testing.assert_close(found.mean, depth(rays, lambda x: x).detach())
     with pytest.raises(lp.errors.SelectionError):
-        posterior.through(lambda rays: posterior.model(rays)[:, 0]).functional_posterior(rays)
+        lp.through(posterior, lambda rays: posterior.model(rays)[:, 0]).functional_posterior(rays)
 
 
 def test_validation_finds_the_size_of_a_displacement():

@@ -96,7 +96,7 @@ class TestAnswersAtOnePosition:
         model = adapted(kind)
         posterior = lp.Full(model, "classification").fit([padded(side)])
         choices = [7, 2, 3]
-        found = posterior.at_last_token(choices).functional_posterior(inputs_of(padded(side)))
+        found = lp.at_last_token(posterior, choices).functional_posterior(inputs_of(padded(side)))
         covariance = posterior.covariance_matrix()
         for n, one in enumerate(alone()):
             last = jacobian(model, one)[0, -1, choices]
@@ -107,7 +107,7 @@ class TestAnswersAtOnePosition:
     def test_one_forward_and_one_backward_pass_for_each_class(self, kind, monkeypatch):
         model, passes, backward = adapted(kind), [], []
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
-        view = posterior.at_last_token([7, 2, 3, 1])
+        view = lp.at_last_token(posterior, [7, 2, 3, 1])
         view.predictive(inputs_of(padded("left")))
         model.register_forward_pre_hook(lambda *_: passes.append(1))
         grad = torch.autograd.grad
@@ -125,20 +125,20 @@ class TestAnswersAtOnePosition:
         model, shapes = adapted("llama"), []
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
         model.get_base_model().lm_head.register_forward_hook(lambda m, x, out: shapes.append(tuple(out.shape)))
-        posterior.at_last_token().predictive(**padded("left"), link="mc", generator=torch.Generator().manual_seed(0))
+        lp.at_last_token(posterior).predictive(**padded("left"), link="mc", generator=torch.Generator().manual_seed(0))
         assert {shape[1:] for shape in shapes} == {(1, V)}
         shapes.clear()
-        posterior.at_last_token().predictive(**padded("right"))
+        lp.at_last_token(posterior).predictive(**padded("right"))
         assert max(shapes) == (4, 4, V)  # of four lengths
 
     def test_no_pass_takes_more_texts_than_the_budget_holds(self):
         model, sizes = adapted("gpt2"), []
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
         batch = {name: torch.cat([values] * 4) for name, values in inputs_of(padded("left")).items()}  # 16 texts
-        whole = posterior.at_last_token([7, 2]).functional_posterior(batch)
+        whole = lp.at_last_token(posterior, [7, 2]).functional_posterior(batch)
         posterior.memory_budget = 4 * posterior.network.bytes_per_example
         model.register_forward_pre_hook(lambda m, x, known: sizes.append(len(known["input_ids"])), with_kwargs=True)
-        view = posterior.at_last_token([7, 2])
+        view = lp.at_last_token(posterior, [7, 2])
         for _ in range(2):
             for ours, theirs in zip(view.functional_posterior(batch), whole, strict=True):
                 assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -147,7 +147,7 @@ class TestAnswersAtOnePosition:
     def test_the_default_is_all_classes(self):
         model, batch = adapted("gpt2"), inputs_of(padded("left"))
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
-        whole, own = (one.functional_posterior(batch) for one in (posterior, posterior.at_last_token()))
+        whole, own = (one.functional_posterior(batch) for one in (posterior, lp.at_last_token(posterior)))
         assert_close(own.mean, whole.mean[:, -1], rtol=1e-12, atol=1e-12)
         assert_close(own.covariance, whole.covariance[:, -1], rtol=1e-9, atol=1e-12)
 
@@ -155,15 +155,15 @@ class TestAnswersAtOnePosition:
         model, batch = adapted("gpt2"), inputs_of(padded("left"))
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
         with pytest.raises(ConfigurationError, match="does not have these outputs"):
-            posterior.at_last_token([V]).predictive(batch)
+            lp.at_last_token(posterior, [V]).predictive(batch)
         mask = batch["attention_mask"]
         for other in (mask * torch.tensor([1, 0, 1, 1])[:, None], 2 * mask, mask[:, None, None]):
             with pytest.raises(DataError, match="does not say which token is the last"):
-                posterior.at_last_token().predictive({**batch, "attention_mask": other})
+                lp.at_last_token(posterior).predictive({**batch, "attention_mask": other})
         classifier = nn.Linear(3, 2)
         plain = lp.KFAC(classifier, "classification").fit([(torch.ones(2, 3), torch.tensor([0, 1]))])
         with pytest.raises(DataError, match="no outputs at positions"):
-            plain.at_last_token().predictive(torch.ones(2, 3))
+            lp.at_last_token(plain).predictive(torch.ones(2, 3))
 
     def test_models_of_another_kind(self):
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ class TestAnswersAtOnePosition:
         ids = torch.randint(0, 9, (5, 4), generator=torch.Generator().manual_seed(3))
         ahead = nn.Sequential(model, nn.Identity())
         posterior = lp.Full(ahead, lp.Categorical(weight=[1.0] * 8 + [2.0]), parameters="0.1").fit([(ids, ids.roll(1))])
-        whole, own = posterior.functional_posterior(ids), posterior.at_last_token(torch.tensor([4, 8]))
+        whole, own = posterior.functional_posterior(ids), lp.at_last_token(posterior, torch.tensor([4, 8]))
         assert_close(own.functional_posterior(ids).mean, whole.mean[:, -1, [4, 8]])
         assert_close(own.functional_posterior(ids).covariance, whole.covariance[:, -1][:, [4, 8]][..., [4, 8]])
         assert_close(own.predictive(ids).mean.sum(-1), torch.ones(5).double())
@@ -356,7 +356,7 @@ class TestQuantisedBases:
         assert {p.dtype for p in before.values()} == {torch.uint8, torch.float64}
         assert_close(ours.variance(), theirs.variance(), rtol=1e-9, atol=0)
         batch = inputs_of(padded("right"))
-        ours, theirs = (p.at_last_token([1, 2]).functional_posterior(batch).covariance for p in (ours, theirs))
+        ours, theirs = (lp.at_last_token(p, [1, 2]).functional_posterior(batch).covariance for p in (ours, theirs))
         assert_close(ours, theirs, rtol=1e-9, atol=1e-14)
         assert all(torch.equal(before[name], p) for name, p in quantised.named_parameters())
 
@@ -448,7 +448,7 @@ class TestCausalModels:
             model = adapted(kind, changes={"use_cache": use_cache})
             posterior = lp.KFAC(model, "classification").fit([padded("left")])
             assert (model(**inputs_of(padded("left"))).past_key_values is not None) is use_cache
-            found.append(posterior.at_last_token([1, 2]).functional_posterior(inputs_of(padded("left"))).covariance)
+            found.append(lp.at_last_token(posterior, [1, 2]).functional_posterior(inputs_of(padded("left"))).covariance)
         assert_close(*found, rtol=1e-12, atol=0)
 
     @each
@@ -541,7 +541,7 @@ def test_top_tokens_with_error_bars():
     model, batch = adapted("gpt2").eval(), inputs_of(padded("left"))
     posterior = lp.KFAC(model, "classification").fit([padded("left")])
     options = {"method": "sampled", "n_samples": 7}
-    found = posterior.at_last_token().predictive(batch, generator=torch.Generator().manual_seed(0), **options)
+    found = lp.at_last_token(posterior).predictive(batch, generator=torch.Generator().manual_seed(0), **options)
     drawn = []
     for vector in posterior.sample(7, generator=torch.Generator().manual_seed(0)):
         chosen = posterior.network.substitute(vector)

@@ -51,15 +51,15 @@ def test_the_model_itself_gives_the_posteriors_own_predictions(model, name):
     options = {"generator": seeded()} if name in ("Riemannian", "MetricBNN") else {}
     own = posterior.functional_posterior(x, **options)
     options = {"generator": seeded()} if options else {}
-    found = posterior.through(lambda x: model(x)).functional_posterior(x, **options)
+    found = lp.through(posterior, lambda x: model(x)).functional_posterior(x, **options)
     assert torch.equal(own.mean, found.mean)
     assert_close(own.covariance, found.covariance, rtol=1e-12, atol=1e-14)
-    view = posterior.through(model, posterior.likelihood)
+    view = lp.through(posterior, model, posterior.likelihood)
     ours, theirs = (one.predictive(x, generator=seeded()) for one in (posterior, view))
     assert torch.equal(ours.mean, theirs.mean)
     assert_close(ours.variance, theirs.variance, rtol=1e-12, atol=1e-14)
     assert torch.equal(view.sample(2, generator=seeded()), posterior.sample(2, generator=seeded()))
-    assert posterior.through(model[:3]).functional_posterior(x).covariance.shape == (10, 4, 4)
+    assert lp.through(posterior, model[:3]).functional_posterior(x).covariance.shape == (10, 4, 4)
     assert_untouched(model, before)
 
 
@@ -75,7 +75,7 @@ def test_a_module_within_has_the_covariance_of_its_jacobian(model, name):
 
     jacobian = torch.func.jacrev(features)(network.vector())
     expected = torch.einsum("ncp,pq,mdq->ncmd", jacobian, posterior.covariance_matrix(), jacobian)
-    view = posterior.through(part)
+    view = lp.through(posterior, part)
     assert_close(view.functional_posterior(x, joint=True).covariance, expected, rtol=1e-8, atol=1e-10)
     variances = view.functional_posterior(x, outputs="diagonal").covariance
     assert_close(variances, torch.einsum("ncnc->nc", expected), rtol=1e-8, atol=1e-10)
@@ -88,10 +88,10 @@ def test_another_likelihood_of_a_difference_of_outputs(model):
     """Of two classes, the sigmoid of the difference of logits is the softmax."""
     x, _ = data()
     posterior = lp.KFAC(model, "classification").fit([(x, torch.arange(10) % 2)])
-    margin = posterior.through(lambda x: model(x)[:, 1:] - model(x)[:, :1], "binary")
+    margin = lp.through(posterior, lambda x: model(x)[:, 1:] - model(x)[:, :1], "binary")
     assert_close(margin.predictive(x).mean[:, 0], posterior.predictive(x).mean[:, 1], rtol=0, atol=1e-3)
     posterior.link = "network"  # as the default tuning sets it where no posterior gains
-    assert torch.equal(posterior.through(model, "classification").predictive(x).mean, posterior.predictive(x).mean)
+    assert torch.equal(lp.through(posterior, model, "classification").predictive(x).mean, posterior.predictive(x).mean)
     assert_close(margin.predictive(x).mean[:, 0], posterior.predictive(x).mean[:, 1], rtol=0, atol=1e-12)
     sampled = [one.predictive(x, method="sampled", generator=seeded(), n_samples=7).mean for one in (margin, posterior)]
     assert_close(sampled[0][:, 0], sampled[1][:, 1], rtol=0, atol=1e-12)
@@ -111,7 +111,7 @@ def test_choices_at_the_last_token():
     model, ids = Language().double(), torch.randint(0, 9, (5, 4), generator=seeded())
     posterior = lp.Full(model, "classification", parameters="head.*").fit([(ids, ids.roll(1, 1))])
     choices = torch.tensor([7, 2, 3])
-    answer = posterior.through(lambda ids: model(ids)[:, -1, choices], "classification")
+    answer = lp.through(posterior, lambda ids: model(ids)[:, -1, choices], "classification")
     whole = posterior.functional_posterior(ids)
     found = answer.functional_posterior(ids)
     assert_close(found.mean, whole.mean[:, -1, choices])
@@ -124,14 +124,14 @@ def test_what_cannot_be_looked_through_is_named(model):
     other = nn.Linear(3, 2).double()
     posterior = lp.KFAC(model, "regression").fit([(x, y)])
     with pytest.raises(SelectionError, match="do not depend on the posterior's weights"):
-        posterior.through(lambda x: other(x)).functional_posterior(x)
+        lp.through(posterior, lambda x: other(x)).functional_posterior(x)
     with pytest.raises(SelectionError, match="shares no weights"):
-        posterior.through(other)
+        lp.through(posterior, other)
     with pytest.raises(ConfigurationError, match="nothing to look through"):
-        posterior.through(3)
+        lp.through(posterior, 3)
     with pytest.raises(ConfigurationError, match="needs a likelihood"):
-        posterior.through(model).predictive(x)
-    view = posterior.through(model, "regression")
+        lp.through(posterior, model).predictive(x)
+    view = lp.through(posterior, model, "regression")
     with torch.no_grad():
         model[0].weight += 1
     with pytest.raises(ModelChangedError):

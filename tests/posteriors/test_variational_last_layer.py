@@ -530,7 +530,7 @@ def test_chosen_outputs_and_gradients_in_x():
         return own.functional_posterior(x, differentiable=True).covariance, own.predictive(x, differentiable=True).mean
 
     assert torch.autograd.gradcheck(variance, (x.clone().requires_grad_(),))
-    margin = own.through(lambda x: net(x)[:, :1] - net(x)[:, 1:2]).functional_posterior(x)
+    margin = lp.through(own, lambda x: net(x)[:, :1] - net(x)[:, 1:2]).functional_posterior(x)
     exact = covariance[:, 0, 0] + covariance[:, 1, 1]
     assert ((margin.covariance[:, 0, 0] / exact - 1).abs() < 6 * (2 / 100) ** 0.5).all()
 

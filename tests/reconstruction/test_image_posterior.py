@@ -179,7 +179,7 @@ def test_scalar_priors_give_the_posterior_of_the_measurements():
     theirs = lp.Full(Measured(net, matrix), lp.Gaussian(0.3), prior_precision=1 / (0.4 * (1 + 1e-6))).fit(
         [(z, y[None])]
     )
-    view = theirs.through(lambda z: net(z).flatten(1), "regression")
+    view = lp.through(theirs, lambda z: net(z).flatten(1), "regression")
     expected = view.functional_posterior(z).covariance[0]
     torch.testing.assert_close(ours.covariance(), expected, rtol=0, atol=1e-8 * float(expected.abs().max()))
 

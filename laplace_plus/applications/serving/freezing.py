@@ -6,26 +6,21 @@ Of a linear last layer, ``J Σ Jᵀ`` is linear in the squared features in Σ's 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import override
 
-from laplace_plus.applications.serving.graphs import Graph
-from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods.base import unknown_link, widen
 from laplace_plus.likelihoods.categorical import LOGISTIC_SCALES, centring_weights, independent_variances
 from laplace_plus.network import batches
-from laplace_plus.network.capture import Capture
-from laplace_plus.network.gradients import Gradients
-from laplace_plus.posteriors.registry import ADDED
+from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
-from laplace_plus.structured.layout import MATRIX, Layout
-from laplace_plus.structured.softmax_output.block import require_dense
 
 _PLAIN = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
@@ -62,38 +57,116 @@ class _Pair(NamedTuple):
     shares: Tensor
 
     @classmethod
-    def create(cls) -> _Pair:
+    def create(cls, like: Tensor) -> _Pair:
         scales, logarithms = LOGISTIC_SCALES[torch.float64]
         n, unit = len(scales), torch.eye(3, dtype=torch.float64, device="cpu")
         difference = (unit[1:2, :2] - unit[:1, :2]).expand(n, 2)
-        return cls(
-            torch.cat([unit[:2, :2], difference, -difference]),
-            torch.cat([unit[:2], 2 * unit[2:].expand(2 * n, 3)]),
-            torch.cat([torch.zeros_like(scales[:2]), 2 * scales, 2 * scales]),
-            torch.block_diag(*[logarithms.exp()[None] / 2] * 2),
-        )
+        contrasts = torch.cat([unit[:2, :2], difference, -difference])
+        spread = torch.cat([unit[:2], 2 * unit[2:].expand(2 * n, 3)])
+        every = torch.cat([torch.zeros_like(scales[:2]), 2 * scales, 2 * scales])
+        shares = torch.block_diag(*[logarithms.exp()[None] / 2] * 2)
+        return cls(*(one.to(like) for one in (contrasts, spread, every, shares)))
 
 
 class FrozenPosterior(nn.Module):
-    """The linearised predictive at the default link, called as the network is; always in evaluation mode."""
+    """The linearised predictive at the default link, called as the network is; always in evaluation mode.
 
-    def __init__(self, posterior: Any, link: str, pair: _Pair | None):
+    Outputs and covariance of the last layer come from the features φ that the model gives without it.
+    """
+
+    def __init__(self, posterior: GaussianPosterior, link: str, last: nn.Module):
         super().__init__()
-        self.likelihood, self.link = posterior.likelihood, link
-        noise = self.likelihood.noise_std
-        self.has_noise, self.has_pair = noise is not None, pair is not None
-        own = ({} if noise is None else {"noise": noise.square()}) | ({} if pair is None else pair._asdict())
-        for name, value in own.items():
-            self.register_buffer(name, value.to(widen(posterior.mean)))
+        self.likelihood, self.link, noise = posterior.likelihood, link, posterior.likelihood.noise_std
+        network, name = posterior.network, posterior.network.layers[0]
+        self.arrange, self.pads = network.arrange, any(len(item.shape) == 1 for item in network.selected)
+        model = copy.deepcopy(network.model).requires_grad_(False)
+        if name:
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
+        self.body = model if name else nn.Identity()
+        index = _entries(network, self.pads)
+        entries = (network.vector() if posterior.tangent_mean is None else posterior.tangent_mean)[index]
+        bias: Any = entries[:, -1] if self.pads else last.bias
+        weight = widen(entries[:, : entries.shape[1] - self.pads])
+        shift = torch.zeros(len(weight)).to(weight) if bias is None else widen(bias)
+        needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
+        pair = _Pair.create(weight) if link == "gumbel" and len(weight) == 2 else None  # noqa: PLR2004
+        tensors: dict[str, Any] = {"noise": None if noise is None else noise.square().to(weight)}
+        tensors |= {"weight": weight, "shift": shift, **(pair._asdict() if pair else {})}
+        factor = next(iter(posterior.factors().values()))
+        self.rotates = False
+        if isinstance(factor, EigenFactor) and isinstance(factor.basis, KroneckerBasis | IdentityBasis):
+            needed = "diagonal" if pair else needed
+            tensors |= self._table(factor, pair, needed, weight, shift)
+        else:
+            covariance = posterior.covariance_matrix()[index.flatten()[:, None], index.flatten()]
+            covariance = covariance.view(*index.shape, *index.shape).transpose(0, 1)
+            tensors["dense"] = covariance.flatten(1)  # [i, C C i]
+        self.needed = needed
+        self.has_noise, self.has_pair, self.is_dense = noise is not None, pair is not None, "dense" in tensors
+        for key, value in tensors.items():
+            if value is not None:  # torch.export miscounts buffers that are None
+                self.register_buffer(key, value.detach().clone())
         self.train(False)
 
-    def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        """The mean ``[B, *, C]`` of the outputs, and the covariance or the variances that the link needs."""
-        raise NotImplementedError
+    def _table(
+        self, factor: EigenFactor, pair: _Pair | None, needed: Any, weight: Tensor, shift: Tensor
+    ) -> dict[str, Tensor | None]:
+        """Weights of the outputs and of the features in the eigenbasis, and what their squares are multiplied by."""
+        table, size, offset = factor.values[0].reciprocal(), len(weight), None
+        left = _formed(getattr(factor.basis, "left", None), table[:, 0])
+        right = _formed(getattr(factor.basis, "right", None), table[0])
+        unit = torch.eye(size).to(table)
+        if pair is not None:
+            unit = torch.cat([unit, unit[:1] - unit[1:]])
+        if needed == "diagonal":
+            table = (unit if left is None else unit @ left).square() @ table
+        elif needed == "full":
+            own = unit if left is None else left
+            table = torch.einsum("co,ko,oi->cki", own, own, table).flatten(0, 1)
+        if right is None and self.pads:
+            table, offset = table[:, :-1], table[:, -1]
+        if pair is not None:
+            weight, shift, table = pair.contrasts @ weight, pair.contrasts @ shift, pair.spread @ table
+            offset = pair.scales if offset is None else pair.scales + pair.spread @ offset
+        self.outputs, self.rotates = len(weight), right is not None
+        if right is not None:  # one product for the outputs and for the features' coordinates
+            weight = torch.cat([weight, right.mT[:, : len(right) - self.pads]])
+            shift = torch.cat([shift, right[-1] if self.pads else torch.zeros_like(right[-1])])
+            if offset is not None:  # of one coordinate more, which is one: a product without an offset is quicker
+                weight, shift = F.pad(weight, (0, 0, 0, 1)), F.pad(shift, (0, 1), value=1.0)
+                table, offset = torch.cat([table, offset[:, None]], 1), None
+        # What all outputs share drops out of their differences.
+        left = left - left.mean(0) if left is not None and needed == "independent" else None
+        return {"weight": weight, "shift": shift, "left": left, "table": table, "offset": offset}
 
     def train(self, mode: bool = True) -> FrozenPosterior:
         """Stay in evaluation mode, whatever the argument."""
         return super().train(False)
+
+    def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """The mean ``[B, *, C]`` of the outputs, and the covariance or the variances that the link needs."""
+        own: dict[str, Any] = self._buffers
+        features = self.arrange(batches.output_tensor(self._modules["body"](*inputs, **keywords)))  # type: ignore[misc]
+        if features.dtype != own["weight"].dtype:
+            features = features.to(own["weight"].dtype)
+        mean = F.linear(features, own["weight"], own["shift"])
+        if self.is_dense:
+            rows = F.pad(features, (0, int(self.pads)), value=1.0)
+            pairs = (rows @ own["dense"]).unflatten(-1, (*2 * mean.shape[-1:], -1))
+            covariance = (pairs @ rows[..., None, :, None]).squeeze(-1)
+            reduce = {"independent": independent_variances, "diagonal": _variance}.get(self.needed)
+            return mean, covariance if reduce is None else reduce(mean, covariance)
+        if self.rotates:
+            mean, features = mean[..., : self.outputs], mean[..., self.outputs :]
+        values = F.linear(features.square(), own["table"], own.get("offset"))
+        if self.needed != "independent":
+            return mean, values.unflatten(-1, (mean.shape[-1], -1)) if self.needed == "full" else values
+        w, left = centring_weights(mean), own.get("left")
+        if left is None:
+            return mean, independent_variances(mean, values * (1 - 2 * w) + (w * w * values).sum(-1, keepdim=True))
+        common = w @ left
+        centred = values @ left.square().mT - 2 * (values * common) @ left.mT
+        return mean, independent_variances(mean, centred + (values * common.square()).sum(-1, keepdim=True))
 
     def forward(self, first: Any = None, /, *more: Any, **keywords: Any) -> FrozenPrediction:
         """The prediction for a batch's inputs, passed as to the network."""
@@ -112,51 +185,68 @@ class FrozenPosterior(nn.Module):
         return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
 
 
-def freeze(posterior: Any, x: Any = None, link: str | None = None) -> FrozenPosterior:
-    """See :meth:`laplace_plus.Posterior.freeze`."""
+def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> FrozenPosterior:
+    """A module for serving, which ``torch.compile``, ``torch.export``, ONNX export and ``torch.jit.trace`` take.
+
+    It holds copies, is called as the network is, and returns mean, variance, functional mean and its variance at
+    ``link``, by default that of ``predictive``. It is compared with that on ``x`` or else training data:
+    ``docs/serving.md``.
+
+    Raises:
+        NotFittedError: Before the fit.
+        UnsupportedError: Anything but a Gaussian posterior over a linear last layer, or the link ``"mc"``.
+        ConfigurationError: Without ``x``, if the training data are not at hand; an unknown link.
+    """
     posterior.require_fit()
     network, link = posterior.network, link or posterior.link or posterior.likelihood.links[0]
     if link not in posterior.likelihood.links:
         raise unknown_link(posterior.likelihood, link)
-    if not hasattr(posterior, "factors"):
+    if not isinstance(posterior, GaussianPosterior):
         raise _unsupported(f"{type(posterior).__name__} is no Gaussian of known covariance")
     if link == "mc" or any(item.mask is not None for item in network.selected):
         raise _unsupported('the link "mc" draws samples' if link == "mc" else "only parts of parameters are selected")
     if x is None:
         if posterior.training_data.first is None:
             what = "There are no inputs to try a frozen posterior on."
-            raise ConfigurationError(what, got="no x, and no loader of the fit", fix="Pass some: posterior.freeze(x).")
+            fix = "Pass some: lp.freeze(posterior, x)."
+            raise ConfigurationError(what, got="no x, and no loader of the fit", fix=fix)
         x = next(batches.iterate(posterior.training_data.first, device=network.device)).inputs
-    tries, size = [network.receive(x)], batches.batch_size(x)
-    if batches.can_be_cut(x, size):  # three examples, and one by itself
-        tries = [batches.cut(tries[0], some) for some in ([0, 1 % size, 2 % size], [0])]
-    capture = Capture(network, tries[0])
-    layouts = Gradients(network, capture).layouts
-    module = type(network.model.get_submodule(network.layers[0]))  # one of its own may prepare what it multiplies
-    is_head = capture.pointwise and module.forward in _PLAIN and layouts[0].rule == MATRIX and layouts[0].shape[0] == 1
-    needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
-    pair = _Pair.create() if link == "gumbel" and posterior.n_outputs == 2 else None  # noqa: PLR2004
-    if is_head and any(len(item.shape) > 1 for item in network.selected):
-        frozen: FrozenPosterior = FrozenHead(posterior, link, pair, layouts[0], needed)
-    else:
-        frozen = FrozenGraph(posterior, link, pair, Graph(posterior, tries[0], needed))
-    for inputs in tries:
-        wanted: Any = posterior.predictive(inputs, link=link)
-        mean, variance = wanted.functional_mean, _variance(wanted.functional_mean, wanted.functional_covariance)
-        args, keywords = batches.bind(network.model, inputs)
-        try:
-            with torch.no_grad():
-                found = frozen(*args, **keywords)
-        except NETWORK_ERRORS as error:
-            raise _unsupported(f"its copy fails ({error})") from error
-        for own, other in zip(found, (wanted.mean, wanted.variance, mean, variance), strict=True):
-            tolerance = torch.finfo(capture.outputs.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
-            if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
-                raise _unsupported("its copy does not predict what it predicts on the inputs given")
+    with exact_arithmetic(network):
+        frozen = FrozenPosterior(posterior, link, _last_layer(network))
+        tries, size = [network.receive(x)], batches.batch_size(x)
+        if batches.can_be_cut(x, size):  # three examples, and one by itself
+            tries = [batches.cut(tries[0], some) for some in ([0, 1 % size, 2 % size], [0])]
+        for inputs in tries:
+            _compare(frozen, posterior, inputs, link)
     return frozen
 
 
-ADDED["freeze"] = freeze
+def _last_layer(network: Network) -> nn.Module:
+    """The layer of all selected parameters, which must be a linear one; UnsupportedError for any other selection."""
+    layer = network.layers[0]
+    prefix = f"{layer}." * bool(layer)
+    module = dict(network.model.named_modules()).get(layer)
+    known = {f"{prefix}weight", f"{prefix}bias"}  # a class of its own may prepare what it multiplies
+    names = {*network.parameter_names}
+    if f"{prefix}weight" not in names or not names <= known or type(module).forward not in _PLAIN:
+        raise _unsupported(f"it is over {', '.join(network.parameter_names[:4])}")
+    return cast(nn.Module, module)
+
+
+def _compare(frozen: FrozenPosterior, posterior: GaussianPosterior, inputs: Any, link: str) -> None:
+    """Raise UnsupportedError unless the copy predicts what the posterior predicts."""
+    wanted: Any = posterior.predictive(inputs, link=link)
+    mean, variance = wanted.functional_mean, _variance(wanted.functional_mean, wanted.functional_covariance)
+    args, keywords = batches.bind(posterior.network.model, inputs)
+    try:
+        with torch.no_grad():
+            found = frozen(*args, **keywords)
+    except (LaplacePlusError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise _unsupported(f"its copy fails ({error})") from error
+    for own, other in zip(found, (wanted.mean, wanted.variance, mean, variance), strict=True):
+        tolerance = torch.finfo(posterior.network.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
+        if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
+            raise _unsupported("its copy does not predict what it predicts on the inputs given")
 
 
 def _unsupported(why: str) -> UnsupportedError:
@@ -171,6 +261,16 @@ def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
     return covariance.diagonal(dim1=-2, dim2=-1) if covariance.dim() > mean.dim() else covariance
 
 
+def _entries(network: Network, pads: bool) -> Tensor:
+    """Places ``[C, i]`` of the layer's weights in the parameter vector, with the bias as the last column if it has."""
+    start = {item.name.rpartition(".")[2]: network.offsets[item.name] for item in network.selected}
+    shape = next(item.shape for item in network.selected if len(item.shape) > 1)
+    index = start["weight"] + torch.arange(shape.numel(), device=network.device).view(shape[0], -1)
+    if not pads:
+        return index
+    return torch.cat([index, start["bias"] + torch.arange(shape[0], device=network.device)[:, None]], 1)
+
+
 def _formed(side: Any, like: Tensor) -> Any:
     """The first group's eigenvectors, which a limited rank leaves as reflections."""
     return side if side is None else side[0] if isinstance(side, Tensor) else torch.eye(len(like)).to(like) @ side[0]
@@ -180,98 +280,3 @@ def _with_difference(covariance: Tensor) -> Tensor:
     """Variances of two outputs and of their difference, ``[..., 3]``."""
     variances, shared = covariance.diagonal(dim1=-2, dim2=-1), covariance[..., 0, 1:] + covariance[..., 1, :1]
     return torch.cat([variances, (variances.sum(-1, keepdim=True) - shared).clamp_min(0.0)], -1)
-
-
-class FrozenGraph(FrozenPosterior):
-    """A recorded graph's outputs and covariance."""
-
-    def __init__(self, posterior: Any, link: str, pair: _Pair | None, graph: Graph):
-        super().__init__(posterior, link, pair)
-        self.recording = graph
-
-    @override
-    def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        mean, covariance = self.recording(*inputs, **keywords)
-        return mean, covariance
-
-
-class FrozenHead(FrozenPosterior):
-    """Outputs and covariance of a last layer, from the features φ that the model gives without it."""
-
-    def __init__(self, posterior: Any, link: str, pair: _Pair | None, layout: Layout, needed: Any):
-        super().__init__(posterior, link, pair)
-        model = copy.deepcopy(posterior.network.model).eval().requires_grad_(False)
-        network, name, vector = posterior.network, posterior.network.layers[0], posterior.tangent_mean
-        last = model.get_submodule(name)
-        if name:
-            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
-        self.body, self.arrange = model if name else nn.Identity(), network.arrange
-        pads = any(len(item.shape) == 1 for item in network.selected)
-        weight = layout.gather(network.vector() if vector is None else vector)[0]  # [C, i]
-        bias = weight[:, -1] if pads else getattr(last, "bias", None)
-        weight, size, width = weight[:, : weight.shape[1] - pads], len(weight), layout.shape[2]
-        weight, shift = widen(weight), torch.zeros(size).to(widen(weight)) if bias is None else widen(bias)
-        factor: Any = posterior.factors().get(layout.key)  # in a product's basis a diagonal, else dense
-        left, right, table, dense, offset = None, None, None, None, None
-        if isinstance(factor, EigenFactor) and isinstance(factor.basis, (KroneckerBasis, IdentityBasis)):
-            left, right = (getattr(factor.basis, side, None) for side in ("left", "right"))
-            table = factor.values[0].reciprocal()
-            left, right = _formed(left, table[:, 0]), _formed(right, table[0])
-            unit = torch.eye(size).to(table)
-            if pair is not None:
-                pair, needed = _Pair(*(own.to(table) for own in pair)), "diagonal"
-                unit = torch.cat([unit, unit[:1] - unit[1:]])
-            if needed == "diagonal":
-                table = (unit if left is None else unit @ left).square() @ table
-            elif needed == "full":
-                own = unit if left is None else left
-                table = torch.einsum("co,ko,oi->cki", own, own, table).flatten(0, 1)
-            if right is None and pads:
-                table, offset = table[:, :-1], table[:, -1]
-            if pair is not None:
-                weight, shift, table = pair.contrasts @ weight, pair.contrasts @ shift, pair.spread @ table
-                size, offset = len(weight), pair.scales if offset is None else pair.scales + pair.spread @ offset
-            if right is not None:  # one product for the outputs and for the features' coordinates
-                weight = torch.cat([weight, right.mT[:, : width - pads]])
-                shift = torch.cat([shift, right[-1] if pads else torch.zeros_like(right[-1])])
-                if offset is not None:  # of one coordinate more, which is one: a product without an offset is quicker
-                    weight, shift = F.pad(weight, (0, 0, 0, 1)), F.pad(shift, (0, 1), value=1.0)
-                    table, offset = torch.cat([table, offset[:, None]], 1), None
-        else:
-            require_dense(posterior.n_parameters, posterior.mean.dtype, network.device)
-            index = layout.index.flatten()
-            dense = posterior.covariance_matrix()[index[:, None], index].view(size, -1, size, width)
-            dense = dense.transpose(0, 1).flatten(1)  # [i, C C i]
-        # What all outputs share drops out of their differences.
-        left = left - left.mean(0) if left is not None and needed == "independent" else None
-        self.size, self.pads, self.needed = size, pads, needed
-        self.is_dense, self.rotates = dense is not None, right is not None
-        every = {"weight": weight, "shift": shift, "left": left, "table": table, "offset": offset}
-        for key, value in (every | {"dense": dense}).items():
-            if value is not None:  # torch.export miscounts buffers that are None
-                self.register_buffer(key, value.detach().clone())
-
-    @override
-    def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        own: dict[str, Any] = self._buffers
-        features = self.arrange(batches.output_tensor(self._modules["body"](*inputs, **keywords)))  # type: ignore[misc]
-        if features.dtype != own["weight"].dtype:
-            features = features.to(own["weight"].dtype)
-        mean = F.linear(features, own["weight"], own["shift"])
-        if self.is_dense:
-            rows = F.pad(features, (0, int(self.pads)), value=1.0)
-            pairs = (rows @ own["dense"]).unflatten(-1, (*2 * mean.shape[-1:], -1))
-            covariance = (pairs @ rows[..., None, :, None]).squeeze(-1)
-            reduce = {"independent": independent_variances, "diagonal": _variance}.get(self.needed)
-            return mean, covariance if reduce is None else reduce(mean, covariance)
-        if self.rotates:
-            mean, features = mean[..., : self.size], mean[..., self.size :]
-        values = F.linear(features.square(), own["table"], own.get("offset"))
-        if self.needed != "independent":
-            return mean, values.unflatten(-1, (mean.shape[-1], -1)) if self.needed == "full" else values
-        w, left = centring_weights(mean), own.get("left")
-        if left is None:
-            return mean, independent_variances(mean, values * (1 - 2 * w) + (w * w * values).sum(-1, keepdim=True))
-        common = w @ left
-        centred = values @ left.square().mT - 2 * (values * common) @ left.mT
-        return mean, independent_variances(mean, centred + (values * common.square()).sum(-1, keepdim=True))

@@ -18,19 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus.applications.uses.checks import require_posterior
-from laplace_plus.applications.uses.task_sums import LOST, TaskSums, moved
+from laplace_plus.applications.uses.task_sums import TaskSums, moved
 from laplace_plus.curvature import Curvature
 from laplace_plus.distributed import sharded_source
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.network.network import Network, unwrap
+from laplace_plus.network.network import Network, exact_arithmetic, unwrap
 from laplace_plus.network.selection import Selection, refine, select, uses
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
-from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.priors import LAYERWISE, Groups
 
 
 def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, Tensor] | Tensor) -> Tensor:
-    """``−log q(θ)`` up to its constant, ``½ (θ − θ̂)ᵀ Σ⁻¹ (θ − θ̂)``, in nats; ``posterior.penalty(parameters)``.
+    """``−log q(θ)`` up to its constant, ``½ (θ − θ̂)ᵀ Σ⁻¹ (θ − θ̂)``, in nats; ``lp.penalty(posterior, parameters)``.
 
     Add it to the next task's negative log-likelihood, summed over its data; to a mean over N data, add ``penalty / N``.
     It takes one product with the posterior precision, and the network may have moved since the fit. A posterior that
@@ -53,21 +52,22 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
         >>> import laplace_plus as lp
         >>> x, net = torch.linspace(-1, 1, 20)[:, None], nn.Linear(1, 1)
         >>> posterior = lp.Full(net, "regression").fit([(x, 2 * x)])
-        >>> float(posterior.penalty(net).detach())
+        >>> float(lp.penalty(posterior, net).detach())
         0.0
     """
     require_posterior(posterior)
     is_prior = not posterior.is_fitted and isinstance(posterior.earlier, TaskSums)
-    model = posterior.earlier.laplace_model(posterior) if is_prior else posterior.laplace_model(moved=True)
-    vector = _vector(posterior.network, parameters, model.vector)[None]
-    squares = model.squared_distance(vector, posterior.prior_precision, posterior.temperature)
-    return squares[0] / (2 * posterior.covariance_scale)
+    with exact_arithmetic(posterior.network):
+        model = posterior.earlier.laplace_model(posterior) if is_prior else posterior.laplace_model(moved=True)
+        vector = _vector(posterior.network, parameters, model.vector)[None]
+        squares = model.squared_distance(vector, posterior.prior_precision, posterior.temperature)
+        return squares[0] / (2 * posterior.covariance_scale)
 
 
 def continue_on(
     posterior: GaussianPosterior, model: nn.Module, *, parameters: Selection | None = None
 ) -> GaussianPosterior:
-    """A posterior whose prior is this one, to be fitted to the next task; ``posterior.continue_on(model)``.
+    """A posterior whose prior is this one, to be fitted to the next task; ``lp.continue_on(posterior, model)``.
 
     Call it before or after the network has learnt the next task; ``fit`` then adds the task's curvature to that of the
     earlier ones, and the mean moves to the network's weights. Kronecker factors are pooled: ``(ΣG) ⊗ (ΣA) / Σn``. The
@@ -93,7 +93,7 @@ def continue_on(
         >>> import laplace_plus as lp
         >>> x, net = torch.linspace(-1, 1, 20)[:, None], nn.Linear(1, 1)
         >>> posterior = lp.Full(net, "regression").fit([(x, 2 * x)])
-        >>> posterior.continue_on(net).fit([(x, 2 * x)]).n_data
+        >>> lp.continue_on(posterior, net).fit([(x, 2 * x)]).n_data
         40
     """
     require_posterior(posterior)
@@ -150,9 +150,6 @@ def continue_on(
         placed(before.vector, prior_mean),
     )
     return found
-
-
-ADDED.update(penalty=penalty, continue_on=continue_on, lost=LOST)
 
 
 def _further(old: Network, model: nn.Module, parameters: Selection | None) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import used_differently
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors import GaussianPosterior
@@ -63,21 +62,6 @@ class TaskSums(FitSums):
             backend=posterior.backend,
             n_outputs=self.n_outputs,
         )
-
-
-class _Lost:
-    """In place of the sums of earlier tasks, once a checkpoint has added them to the last one's."""
-
-    @property
-    def curvature(self) -> Curvature:
-        raise ConfigurationError(
-            "A checkpoint holds the sum over all tasks, so that the last one cannot be fitted again.",
-            expected="update(data), or continue_on(model) for the next task",
-            got="fit() after lp.load",
-        )
-
-
-LOST = _Lost()
 
 
 def moved(layout: Layout, block: Block, places: Tensor, network: Network) -> tuple[Layout, Block]:

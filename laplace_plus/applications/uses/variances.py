@@ -26,7 +26,6 @@ from laplace_plus.likelihoods.base import describe
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors import Diagonal
-from laplace_plus.posteriors.registry import ADDED
 from laplace_plus.structured import DiagonalBlock
 
 
@@ -41,7 +40,7 @@ def from_variance(
     n_data: int = 1,
     cls: type[Diagonal] = Diagonal,
 ) -> Diagonal:
-    """``N(θ̂, diag(variance))`` around the network's weights; ``lp.Diagonal.from_variance(model, variance, ...)``.
+    """``N(θ̂, diag(variance))`` around the network's weights; ``lp.from_variance(model, variance, ...)``.
 
     It predicts, is saved, continued and updated as if it had been fitted: the precisions beyond the prior's are the
     curvature, ``h = 1/variance − prior_precision``. No evidence is known of data that it has not seen.
@@ -63,7 +62,7 @@ def from_variance(
     Example:
         >>> import laplace_plus as lp
         >>> net = nn.Linear(3, 2)
-        >>> posterior = lp.Diagonal.from_variance(net, torch.full((8,), 0.01), "classification")
+        >>> posterior = lp.from_variance(net, torch.full((8,), 0.01), "classification")
         >>> posterior.predictive(torch.zeros(4, 3)).mean.shape
         torch.Size([4, 2])
     """
@@ -105,6 +104,3 @@ def from_variance(
     posterior.adopt(TaskSums(curvature, unknown, n_data, 0, None, network, mean), mean)
     posterior.remember_weights()
     return posterior
-
-
-ADDED["from_variance"] = from_variance

@@ -1,4 +1,4 @@
-"""The posterior of another output of the same weights."""
+"""Views of a posterior: another output of the same weights, such as a language model's answer at the last token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
-from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
 from laplace_plus.network.batches import (
     batch_size,
     call,
@@ -23,20 +23,64 @@ from laplace_plus.network.batches import (
     signature_of,
 )
 from laplace_plus.network.network import Network
+from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.posteriors.predicting import Predicting
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import FunctionalPosterior, output_indices
 
 
+def through(posterior: Posterior, function: Callable[..., Any], likelihood: Any = None) -> Through:
+    """The posterior of another output of the same weights: a decoder's image, the logits at some position, a field.
+
+    Args:
+        posterior: A fitted posterior.
+        function: What is called with a batch's inputs in place of the model: a function that calls the model, or a
+            module within it. Its output is ``[B, *, C]``, laid out as the likelihood's.
+        likelihood: That of the new outputs, for ``predictive``; without one there is ``functional_posterior``.
+
+    Returns:
+        A view with ``functional_posterior``, ``predictive`` and ``sample``.
+
+    Raises:
+        NotFittedError: Before :meth:`fit`.
+        SelectionError: A module that shares no weights with the model.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        >>> posterior = lp.KFAC(model, "classification").fit([(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))])
+        >>> margin = lp.through(posterior, lambda x: model(x)[:, :1] - model(x)[:, 1:2])
+        >>> margin.functional_posterior(torch.ones(6, 2)).covariance.shape
+        torch.Size([6, 1, 1])
+    """
+    return Through(posterior, function, likelihood)
+
+
+def at_last_token(posterior: Posterior, classes: Sequence[int] | Tensor | None = None) -> Through:
+    """The posterior of a language model's answer after each text, for one backward pass for each class.
+
+    The last token is the last that ``"attention_mask" [B, T]`` does not hide, with padding on either side; without
+    a mask it is the last position. Keep the view for all batches: its first call asks which parameters matter.
+
+    Args:
+        posterior: A fitted posterior over a language model.
+        classes: Token ids ``[K]`` among which the answer is; probabilities sum to one over these. None for all.
+
+    Returns:
+        A view as of :func:`through`, with outputs ``[B, K]``; :class:`DataError` for another mask or other models.
+    """
+    own: Any = "classification" if isinstance(posterior.likelihood, Categorical) else posterior.likelihood
+    return Through(posterior, LastToken(posterior.network, classes), own)
+
+
 class Through:
-    """A view of a posterior by another function of its weights; see :meth:`laplace_plus.Posterior.through`.
+    """A view of a posterior by another function of its weights; see :func:`laplace_plus.through`.
 
     It reads the posterior as it is at each call, with the hyperparameters of then.
     """
 
-    def __init__(self, posterior: Predicting, function: Callable[..., Any], likelihood: Any = None):
+    def __init__(self, posterior: Posterior, function: Callable[..., Any], likelihood: Any = None):
         posterior.require_fit()
         if not callable(function):
             expected, got = "a module or a function of a batch's inputs", repr(function)
@@ -64,10 +108,10 @@ class Through:
             SelectionError: They do not depend on the posterior's weights.
         """
         if self.likelihood is None:
-            fix = "Write posterior.through(function, likelihood), or ask for functional_posterior(x)."
+            fix = "Write lp.through(posterior, function, likelihood), or ask for functional_posterior(x)."
             raise ConfigurationError("A prediction needs a likelihood of these outputs.", got="none", fix=fix)
         if x is None:
-            known = signature_of(Predicting.predictive).parameters
+            known = signature_of(Posterior.predictive).parameters
             x = inputs_of({name: options.pop(name) for name in [*options] if name not in known})
         return self._view(x).predictive(x, **options)
 
@@ -75,7 +119,7 @@ class Through:
         """The posterior's own samples of the weights, ``[n, P]``."""
         return self.posterior.sample(n, generator=generator)
 
-    def _view(self, x: Any) -> Predicting:
+    def _view(self, x: Any) -> Posterior:
         """A copy of the posterior whose network is the function."""
         own = self.posterior
         own.require_fit()
@@ -92,7 +136,7 @@ class Through:
 
 
 class LastToken:
-    """A model's outputs at each sequence's last token, ``[B, K]``; see :meth:`laplace_plus.Posterior.at_last_token`."""
+    """A model's outputs at each sequence's last token, ``[B, K]``; see :func:`laplace_plus.at_last_token`."""
 
     def __init__(self, network: Network, classes: Sequence[int] | Tensor | None):
         self.model, self.arrange, self.classes = network.model, network.arrange, classes
