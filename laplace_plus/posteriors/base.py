@@ -289,6 +289,8 @@ class Posterior(Called):
             self.noise_std = result.noise_std
         self.tuning, self.link, self.covariance_scale = result, result.link, result.covariance_scale
         self.tangent_mean = result.vector if result.predictive_mean == "tangent" else None
+        for name, value in result.settings.items():
+            setattr(self, name, value)
 
     def summary(self) -> Summary:
         """Which parameter is treated how; NotFittedError: before :meth:`fit`."""

@@ -39,6 +39,7 @@ class TuningResult:
         predictive_mean: ``"tangent"`` if linearised predictions are to be around θ*, else ``"network"``.
         link: What ``predictive`` is to take by default; None for the likelihood's first.
         covariance_scale: That of the posterior.
+        settings: Attributes of the posterior that stand in for a prior precision, and their chosen values.
     """
 
     method: str
@@ -53,6 +54,7 @@ class TuningResult:
     predictive_mean: str = field(default="network", kw_only=True)
     link: str | None = field(default=None, kw_only=True)
     covariance_scale: float = field(default=1.0, kw_only=True)
+    settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
 
 class Tuner(Protocol):

@@ -182,6 +182,12 @@ class LaplaceModel:
             raise UnsupportedError(what, expected="a posterior after fit()", got="one from given variances", fix=fix)
         return self.likelihood.log_likelihood(self.statistics, noise_std)
 
+    def residual_noise(self) -> Tensor:
+        """Log noise levels of the training residuals, ``[n_noise]`` float64."""
+        self.log_likelihood()  # refuses what has seen no data
+        sums, counts = self.statistics.double().chunk(2)
+        return (sums / counts).clamp_min(1e-20).log() / 2
+
     @cached_property
     def _own_log_likelihood(self) -> Tensor:
         return self.log_likelihood()

@@ -132,17 +132,11 @@ class Objective:
             return entries.sum()[None]
         return entries.new_zeros(self.n_precisions).index_add(0, self.model.layer_index.cpu(), entries)
 
-    def residual_noise(self) -> Tensor:
-        """Log noise levels of the training residuals, ``[n_noise]``."""
-        self.model.log_likelihood()  # refuses what has seen no data
-        sums, counts = self.model.statistics.double().chunk(2)
-        return (sums / counts).clamp_min(1e-20).log() / 2
-
     def noise_grid(self) -> list[Tensor]:
         """Log noise levels to start from; one empty tensor where they are not searched."""
         if not self.tune_noise:
             return [torch.zeros(0, dtype=torch.float64, device="cpu")]
-        return [self.residual_noise() + shift for shift in NOISE_SHIFTS]
+        return [self.model.residual_noise() + shift for shift in NOISE_SHIFTS]
 
     @cached_property
     def scales(self) -> Tensor:
@@ -178,7 +172,7 @@ class Objective:
         box = torch.stack([self.scales - REACH, self.scales + REACH]).clamp(-SPAN, SPAN)
         if not self.tune_noise:
             return box
-        noise = self.residual_noise()
+        noise = self.model.residual_noise()
         return torch.cat([box, torch.stack([noise - 12, noise + 8])], 1)
 
 

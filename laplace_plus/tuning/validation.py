@@ -1,14 +1,18 @@
 """Tuning by the loss on held-out data, on a grid.
 
-The held-out data are passed over once. Each batch's gradients are computed a single time, and their quadratic forms
-with the covariances of all points of the grid are taken together.
+The held-out data are passed over once, and each batch is predicted at every point of the grid. Of a Gaussian posterior
+the points are precisions: a batch's gradients are computed a single time, and their quadratic forms with the
+covariances of all points are taken together. Any other posterior names in ``tunables()`` what stands in for a
+precision, and its own ``predictive`` is scored.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,13 +20,13 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError, warn
-from laplace_plus.io.passes import Sums, summed
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import functional_posteriors, outputs_for
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.base import Tunable, TuningResult
-from laplace_plus.tuning.objective import Objective
+from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 
 Loss = Callable[[Prediction, Tensor], Tensor]
 
@@ -34,14 +38,16 @@ FLAT = 1e-4
 class Validation:
     """Chooses the least loss on held-out data, on a grid of precisions and, in regression, noise levels.
 
-    :class:`~laplace_plus.NullSpace` has its own grid, and :class:`~laplace_plus.MetricBNN` chooses its ``extent``
-    in place of a precision; these say which of the options they take.
+    A posterior with a method ``tunables() -> dict[str, Sequence]`` is tuned by other attributes than the precision of a
+    Gaussian: each attribute is set on a copy of the posterior to each value of its grid, in all combinations, and the
+    copy's ``predictive`` is scored with the same random numbers. The result's ``settings`` are the chosen ones, which
+    ``fit_prior_precision`` sets on the posterior; ``"prior_precision"`` may be among them.
 
     Args:
         data: Held-out batches.
         structure: Only ``"scalar"``; a prior precision with several entries is multiplied as a whole.
         grid: Precisions to try, positive; factors where the present precision has several entries. By default 21 from
-            1e-4 to 1e6.
+            1e-4 to 1e6. Of a posterior with ``tunables()``, values of the last of these.
         loss: Maps a prediction and targets to losses, one for each datum (or their sum); by default
             ``−log p(y|x, D)``.
         link: As for ``predictive``.
@@ -71,7 +77,7 @@ class Validation:
             expected = "loss(prediction, targets) -> losses, or None for the negative log-probability"
             raise ConfigurationError("The loss is no function.", expected=expected, got=repr(self.loss))
         if self.grid is not None:
-            checked_grid(self.grid)
+            checked_grid(self.grid, zero=True)
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
@@ -85,62 +91,140 @@ class Validation:
         Warns:
             ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there.
         """
-        model, network = posterior.laplace_model(), posterior.network
-        objective = Objective.create(posterior, "scalar", tune_noise=self.tune_noise)
-        likelihood, temperature = model.likelihood, objective.temperature
-        levels = torch.logspace(-4, 6, 21, device="cpu") if self.grid is None else checked_grid(self.grid)
-        initial = posterior.prior_precision.detach()
-        base = initial if initial.ndim else torch.ones_like(initial)
-        candidates = [likelihood]
-        if objective.tune_noise:
-            residual, own = objective.residual_noise().exp(), likelihood.noise_std
-            noises = [residual * math.exp(s) for s in (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)]
-            candidates = [likelihood.with_noise(n[0] if own is not None and own.ndim == 0 else n) for n in noises]
-        points = [(base * level, candidate) for level in levels.tolist() for candidate in candidates]
-        factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], temperature)
-        link = self.link or likelihood.links[0]
-        outputs = outputs_for(link, model.n_outputs)
-        # A loss of the user's own may look at samples, whatever the link.
-        draws = link == "mc" or self.loss is not None
-        loss = self.loss or (lambda prediction, targets: -prediction.log_prob(targets))
-        totals = torch.zeros(len(points), dtype=torch.float64, device="cpu")
-        sums = Sums(totals=totals, count=0, n_targets=0.0)
-        source = "cpu" if generator is None else generator.device
-        assert self.data is not None
-        with torch.no_grad():
-            loader = iterate(self.data, device=network.device, progress=progress, description="validation")
-            for batch in summed("validation", loader, sums):
-                functional = functional_posteriors(
-                    network, factor_sets, batch.inputs, outputs=outputs, layouts=model.curvature.layouts
-                )
-                likelihood.validate(functional[0].mean, batch.target)
-                sums.n_targets += likelihood.rows(functional[0].mean, batch.target)[2].sum().item()
-                seed = int(torch.randint(2**62, (), generator=generator, device=source)) if draws else 0
-                for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
-                    # The same random numbers for every point, so that they differ by their merits alone.
-                    common = torch.Generator(device=mean.device).manual_seed(seed)
-                    options: Any = {"link": self.link, "n_samples": self.n_samples, "generator": common}
-                    prediction = from_functional(candidate, mean, covariance, **options)
-                    sums.totals[number] += loss(prediction, batch.target).double().sum().cpu()
-                sums.count += functional[0].mean.shape[0]
-        if not sums.n_targets:
-            raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
-        scores = torch.where(torch.isfinite(sums.totals), sums.totals / sums.count, torch.inf)
-        best = int(scores.argmin())
-        if not math.isfinite(scores[best].item()):
+        own = hasattr(posterior, "tunables")
+        candidates = _Settings(self, posterior) if own else _Precisions(self, posterior)
+        losses = self._losses(candidates, posterior, progress, generator)
+        best = int(losses.argmin())
+        if not math.isfinite(losses[best].item()):
             fix = "Look at what loss(prediction, targets) gives, and whether the held-out data are finite."
             raise NonFiniteError("The loss on the held-out data is finite nowhere on the grid.", fix=fix)
-        precision, candidate = points[best]
-        by_level = scores.view(len(levels), -1).amin(1)
-        converged = grid_settled(levels, by_level, best // len(candidates), "validation", float(precision.mean()))
-        noise = candidate.noise_std if objective.tune_noise else None
-        return TuningResult("validation", precision, noise, -scores[best].item(), converged, n_evaluations=len(points))
+        values, likelihood = candidates.points[best]
+        settings, converged = dict(zip(candidates.names, values, strict=True)), True
+        precision = settings.pop("prior_precision", posterior.prior_precision.detach())
+        if candidates.names == ("prior_precision",):
+            by_level = losses.view(len(candidates.levels), -1).amin(1)
+            place = best // len(candidates.likelihoods)
+            converged = grid_settled(candidates.levels, by_level, place, "validation", float(precision.mean()))
+        return TuningResult(
+            method="validation",
+            prior_precision=precision,
+            noise_std=likelihood.noise_std if len(candidates.likelihoods) > 1 else None,
+            value=-losses[best].item(),
+            converged=converged,
+            n_evaluations=len(candidates.points),
+            settings=settings,
+        )
+
+    def _losses(
+        self,
+        candidates: _Precisions | _Settings,
+        posterior: Tunable,
+        progress: bool,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """The mean held-out loss at each point, float64, infinite where it is not finite."""
+        loss = self.loss or (lambda prediction, targets: -prediction.log_prob(targets))
+        totals, count = torch.zeros(len(candidates.points), dtype=torch.float64, device="cpu"), 0.0
+        assert self.data is not None
+        with torch.no_grad():
+            loader = iterate(self.data, device=posterior.network.device, progress=progress, description="validation")
+            for batch in loader:
+                seed = draw_seed(generator) if candidates.draws else 0
+                for number, prediction in enumerate(candidates.predictions(batch.inputs, seed)):
+                    if number == 0:
+                        outputs = prediction.functional_mean
+                        posterior.likelihood.validate(outputs, batch.target)
+                        count += float(posterior.likelihood.rows(outputs, batch.target)[2].sum())
+                    totals[number] += loss(prediction, batch.target).double().sum().cpu()
+        if not count:
+            raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
+        return torch.where(torch.isfinite(totals), totals / count, torch.inf)
 
 
-def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:
+class _Precisions:
+    """A Gaussian posterior's precisions and noise levels, whose predictions share a batch's gradients.
+
+    Attributes:
+        names: The attributes that are tuned.
+        levels: The grid, ``[L]``.
+        likelihoods: Those at each noise level that is tried.
+        points: Pairs of the attributes' values and a likelihood; likelihoods vary first.
+        draws: Whether predictions draw random numbers.
+    """
+
+    names = ("prior_precision",)
+
+    def __init__(self, tuner: Validation, posterior: Tunable):
+        self._tuner, self._network, model = tuner, posterior.network, posterior.laplace_model()
+        self._n_outputs, self._layouts = model.n_outputs, model.curvature.layouts
+        likelihood, initial = model.likelihood, posterior.prior_precision.detach()
+        self.levels = torch.logspace(-4, 6, 21, device="cpu") if tuner.grid is None else checked_grid(tuner.grid)
+        base = initial if initial.ndim else torch.ones_like(initial)
+        self.likelihoods = [likelihood]
+        if tunes_noise(likelihood, tuner.tune_noise):
+            self.likelihoods = _at_noises(likelihood, model.residual_noise(), (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0))
+        self.points = [((base * level,), one) for level in self.levels.tolist() for one in self.likelihoods]
+        pairs = [(precision, one.noise_std) for (precision,), one in self.points]
+        self._factor_sets = model.factor_sets(pairs, posterior.temperature.detach())
+        self._link = tuner.link or likelihood.links[0]
+        # A loss of the user's own may look at samples, whatever the link.
+        self.draws = self._link == "mc" or tuner.loss is not None
+
+    def predictions(self, inputs: Any, seed: int) -> Iterator[Prediction]:
+        """The prediction at each point, with the same random numbers: they differ by their merits alone."""
+        outputs = outputs_for(self._link, self._n_outputs)
+        found = functional_posteriors(self._network, self._factor_sets, inputs, outputs=outputs, layouts=self._layouts)
+        for (_, likelihood), (mean, covariance) in zip(self.points, found, strict=True):
+            common = torch.Generator(device=mean.device).manual_seed(seed)
+            options: Any = {"link": self._tuner.link, "n_samples": self._tuner.n_samples, "generator": common}
+            yield from_functional(likelihood, mean, covariance, **options)
+
+
+class _Settings:
+    """All combinations of what a posterior names in ``tunables()``; attributes as of :class:`_Precisions`."""
+
+    draws = True
+
+    def __init__(self, tuner: Validation, posterior: Any):
+        self._posterior, grids = posterior, dict(posterior.tunables())
+        self._options = {"n_samples": tuner.n_samples} | ({} if tuner.link is None else {"link": tuner.link})
+        self.names = tuple(grids)
+        if tuner.grid is not None:
+            grids[self.names[-1]] = checked_grid(tuner.grid, zero=True).tolist()
+        if "prior_precision" in grids:
+            initial = posterior.prior_precision
+            grids["prior_precision"] = [torch.as_tensor(value).to(initial) for value in grids["prior_precision"]]
+            self.levels = torch.stack(grids["prior_precision"]).double().cpu()
+        self.likelihoods = [posterior.likelihood]
+        if tunes_noise(posterior.likelihood, tuner.tune_noise):
+            quarters = [step * math.log(2) / 4 for step in range(-4, 5)]
+            self.likelihoods = _at_noises(posterior.likelihood, posterior.noise_std.log(), quarters)
+        self._candidates = list(product(*grids.values()))
+        self.points = [(values, one) for values in self._candidates for one in self.likelihoods]
+
+    def predictions(self, inputs: Any, seed: int) -> Iterator[Prediction]:
+        """As of :class:`_Precisions`; noise levels share the samples of a prediction."""
+        for values in self._candidates:
+            candidate = copy.copy(self._posterior)
+            for name, value in zip(self.names, values, strict=True):
+                setattr(candidate, name, value)
+            found = candidate.predictive(inputs, generator=torch.Generator().manual_seed(seed), **self._options)
+            for likelihood in self.likelihoods:
+                yield found if likelihood is self._posterior.likelihood else replace(found, likelihood=likelihood)
+
+
+def _at_noises(likelihood: Likelihood, log_noise: Tensor, shifts: Sequence[float]) -> list[Likelihood]:
+    """The likelihood at noise levels around one, given by its logarithm, one for all outputs or ``[n_noise]``."""
+    single = likelihood.noise_std is not None and likelihood.noise_std.ndim == 0
+    noises = [(log_noise + shift).exp() for shift in shifts]
+    return [likelihood.with_noise(noise.flatten()[0] if single else noise) for noise in noises]
+
+
+def checked_grid(grid: Sequence[float] | Tensor, *, zero: bool = False) -> Tensor:
     """A grid's positive values, ``[n]`` float64 on the CPU, in the order given; else a ``ConfigurationError``."""
     levels = as_hyperparameter(grid).detach().double().cpu().flatten()
-    if not len(levels) or not bool((levels > 0).all() and levels.isfinite().all()):
+    usable = levels.isfinite() & ((levels >= 0) if zero else (levels > 0))
+    if not len(levels) or not bool(usable.all()):
         raise ConfigurationError("The grid is not usable.", expected="positive numbers", got=str(levels.tolist()))
     return levels
 
