@@ -34,6 +34,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.network import capture as capture_module
+from laplace_plus.predictive import from_samples
 from laplace_plus.tuning.objective import Objective
 
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "Diagonal": lp.Diagonal}
@@ -499,6 +500,54 @@ def test_refusals(arguments, options):
     posterior = fitted(lp.Full, "regression")[0]
     with pytest.raises(ConfigurationError):
         posterior.fit_prior_precision(*arguments, **options)
+
+
+class Tunable(lp.KFAC):
+    """A posterior that names what Validation is to tune."""
+
+    grids: dict = {}
+
+    def tunables(self):
+        return self.grids
+
+
+class Scaled(Tunable):
+    """Networks around the trained one, at a distance of their own, whatever the noise."""
+
+    sharpness = distance = 1.0
+
+    def predictive(self, x, n_samples=100, generator=None, **_):
+        outputs = self.sharpness * self.network.forward(x)
+        draws = torch.randn(n_samples, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=outputs.dtype)
+        return from_samples(self.likelihood, outputs + self.distance * draws)
+
+
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended:laplace_plus.errors.ConvergenceWarning")
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_validation_of_any_posterior_agrees_with_that_of_gaussian_ones(task):
+    gaussian, net, x, y = fitted(lp.KFAC, task)
+    grid = [0.1, 1.0, 10.0, 100.0]
+    own = Tunable(net, gaussian.likelihood).fit([(x, y)])
+    own.grids = {"prior_precision": grid}
+    for posterior in (gaussian, own):
+        posterior.fit_prior_precision(lp.Validation([(x[:9], y[:9]), (x[9:], y[9:])], grid=grid, tune_noise=False))
+    assert own.tuning.value == pytest.approx(gaussian.tuning.value, rel=1e-9)
+    assert own.prior_precision == gaussian.prior_precision
+
+
+def test_validation_tunes_any_attributes_and_the_noise():
+    gaussian, net, x, y = fitted(lp.KFAC, "regression")
+    own = Scaled(net, gaussian.likelihood).fit([(x, y)])
+    own.grids = {"distance": [0.1, 0.2], "sharpness": [1.0]}
+    own.fit_prior_precision(lp.Validation([(x, y)], grid=[1.0, 0.7, 0.0]))
+    assert own.tuning.n_evaluations == 2 * 3 * 9
+    assert own.tuning.settings == {"distance": own.distance, "sharpness": own.sharpness}
+    value = float(own.predictive(x).log_prob(y).mean())
+    assert value == pytest.approx(own.tuning.value)
+    for name, wrong in (("sharpness", 0.4), ("distance", 3.0), ("noise_std", 2.0 * own.noise_std)):
+        other = copy.copy(own)
+        setattr(other, name, wrong)
+        assert float(other.predictive(x).log_prob(y).mean()) < value
 
 
 def test_validation_needs_data():

@@ -40,7 +40,8 @@ class Validation:
 
     A posterior with a method ``tunables() -> dict[str, Sequence]`` is tuned by other attributes than the precision of a
     Gaussian: each attribute is set on a copy of the posterior to each value of its grid, in all combinations, and the
-    copy's ``predictive`` is scored with the same random numbers. The result's ``settings`` are the chosen ones, which
+    copy's ``predictive`` is scored with the same random numbers; noise levels share a prediction's samples, since the
+    networks must not depend on them. The result's ``settings`` are the chosen ones, which
     ``fit_prior_precision`` sets on the posterior; ``"prior_precision"`` may be among them.
 
     Args:
