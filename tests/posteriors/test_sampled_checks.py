@@ -124,22 +124,6 @@ def test_the_same_data_in_another_order_are_accepted(tmp_path):
         torch.testing.assert_close(each.solve([(x[order], y[order])]).samples, fitted().samples, rtol=1e-6, atol=1e-7)
 
 
-def test_files_without_a_sum_of_the_data_load(tmp_path, monkeypatch):
-    model, x, y = problem()
-    posterior = fitted()
-    header, tensors = posterior.state()
-    del header["data_sum"]
-    monkeypatch.setattr(posterior, "state", lambda: (header, tensors))
-    posterior.save(tmp_path / "saved")
-    loaded = lp.load(tmp_path / "saved", model)
-    torch.testing.assert_close(loaded.solve(batches(x, y)).samples, posterior.samples, rtol=1e-6, atol=1e-7)
-    with pytest.raises(DataError, match="noise was drawn"):
-        loaded.solve(batches(x[:20], y[:20]))
-
-
-# -- budgets and floors ---------------------------------------------------------------------------------------------
-
-
 def test_a_g_priors_floor_is_a_millionth_of_its_groups_mean():
     diagonal = torch.tensor([0.0, 4.0, 0.0, 0.0, 8.0, 1.0], dtype=torch.float64)
     index = torch.tensor([0, 0, 1, 1, 2, 2])

@@ -13,17 +13,13 @@ single sample; both are therefore averaged over samples before one is divided by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import slices
-from laplace_plus.linalg.arguments import require_choice
 from laplace_plus.linalg.results import jackknife, standard_error
-from laplace_plus.network.network import Network
 from laplace_plus.tuning.objective import updated_precision
 
 Estimator = Literal["ratio", "function", "weight"]
@@ -57,9 +53,9 @@ class EffectiveDimension:
 def group_sums(left: Tensor, right: Tensor, index: Tensor, n_groups: int) -> Tensor:
     """``Σ_{p in g} left_p right_p`` for ``[k, P]``, as ``[k, G]`` float64."""
     totals = torch.zeros(len(left), n_groups, dtype=torch.float64, device=left.device)
-    index = index.to(left.device)
-    for part in slices(len(index), 1, 2**20):  # in float64, which takes no more than these
-        totals.index_add_(1, index[part], left[:, part].double() * right[:, part].double())
+    parts = [index.to(left.device).split(2**20), left.split(2**20, 1), right.split(2**20, 1)]  # few as float64
+    for where, a, b in zip(*parts, strict=True):
+        totals.index_add_(1, where, a.double() * b.double())
     return totals
 
 
@@ -70,7 +66,6 @@ def effective_dimension(
 
     The estimator is ``"ratio"``, ``"function"`` or ``"weight"``; see the module.
     """
-    require_choice("estimator", estimator, Estimator)
     size, k = size.to(function_space), len(function_space)
     if estimator == "ratio":
         value = _ratio(function_space.mean(0), weight_space.mean(0), size)
@@ -133,14 +128,3 @@ class SamplingReport:
     by_layer: EffectiveDimension
     iterations: int
     converged: bool
-
-    @classmethod
-    def create(
-        cls, sums: Sequence[Tensor], network: Network, residual: Tensor, iterations: int, converged: bool
-    ) -> SamplingReport:
-        """A report from ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of every layer, ``[k, L]`` each."""
-        sizes = torch.bincount(network.layer_index(), minlength=len(network.layers))
-        function_space, weight_space = sums
-        total = total_dimension(function_space, weight_space, sizes)
-        by_layer = effective_dimension(function_space, weight_space, sizes)
-        return cls(residual, total.energy, total, by_layer, iterations, converged)

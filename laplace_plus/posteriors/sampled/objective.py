@@ -41,6 +41,9 @@ from laplace_plus.network.network import Network, exact_arithmetic
 Rows = Callable[[Tensor], Tensor]
 """A linear function of row vectors ``[k, n]``."""
 
+_FEW = 2**24
+"""Data times parameters up to which all data may come as one batch: a product with ``M₁`` then takes milliseconds."""
+
 _PROBED_BATCHES = 4
 _POWER_ITERATIONS = 8
 """Batches, and power iterations on each, that decide on a learning rate. They find most of the largest eigenvalue, and
@@ -61,7 +64,7 @@ class Draws:
 class TangentCurvature(GGNOperator):
     """``M₁ = Σ_i φ_iᵀ B_i φ_i`` at unit observation noise, with the noise ``Φᵀ B₁^½ η`` and products by batches.
 
-    It ``comes_together`` where all data are so few that a product with ``M₁`` costs what one of a batch does.
+    It ``comes_together`` where all data are so few that a product with ``M₁`` costs about what one of a batch does.
     """
 
     n_batches = 0
@@ -72,7 +75,7 @@ class TangentCurvature(GGNOperator):
         noise = likelihood.noise_std
         unit = likelihood if noise is None else likelihood.with_noise(torch.ones_like(noise))
         super().__init__(network, unit, data, chunk_size=chunk_size)
-        self.comes_together = self.n_data <= self._stream.most
+        self.comes_together = self.n_data * self.shape[1] <= _FEW
         if self._doubt > 0:
             doubt_logits(likelihood, self._doubt)
 
@@ -151,6 +154,30 @@ class Solved:
     z: Tensor
     u: Tensor
     image: Tensor
+    residual: Tensor
+    iterations: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class SampledState:
+    """What a fit of :class:`~laplace_plus.SampledLaplace` keeps: its draws, and the samples at some hyperparameters.
+
+    Attributes:
+        data_sum: A number by which the training data are recognised.
+        samples: ``z [k, P]``.
+        precision, weight: The prior precision ``[P]`` and the weight of ``M₁`` that they were solved for.
+        function_space, weight_space: ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of every layer, ``[k, L]``.
+        residual, iterations, converged: How the solve ended, as of :class:`Solved`.
+    """
+
+    draws: Draws
+    data_sum: float
+    samples: Tensor
+    precision: Tensor
+    weight: float
+    function_space: Tensor
+    weight_space: Tensor
     residual: Tensor
     iterations: int
     converged: bool

@@ -7,9 +7,8 @@ application to linearised Laplace", 2023. See ``objective`` for the linear syste
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from functools import partial
+from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,43 +18,34 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError, warn
-from laplace_plus.io import digest
-from laplace_plus.io.checkpoints import Checkpoint, identity
+from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError, warn
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.batches import same_sum
-from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
-from laplace_plus.posteriors.resuming import ResumableFit
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
     Estimator,
     SamplingReport,
+    effective_dimension,
     group_sums,
     total_dimension,
 )
-from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
+from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, SampledState, Solved
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, TangentProblem
-from laplace_plus.posteriors.sampled.tuning import Alternation, SampledEvidence, SampledTuningResult
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
-from laplace_plus.tuning.base import tunes_noise
 
 __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 
 WHY = "Samples of the posterior come from many passes over the data."
 
-_VECTORS = 9
-"""Vectors of the parameters' length that the solution for one sample takes, as measured."""
 
-Path = str | os.PathLike[str]
-
-
-class SampledLaplace(SampleBased, ResumableFit):
+class SampledLaplace(SampleBased):
     """Laplace from samples that optimisation finds: for networks on which nothing can be factorised.
 
     ``n_samples`` draws from ``N(0, (GGN/T + P₀)⁻¹)``, with all correlations between parameters, are the solutions of as
@@ -67,8 +57,7 @@ class SampledLaplace(SampleBased, ResumableFit):
     Whatever asks for samples at other hyperparameters than those they were solved for solves again, starting from the
     present samples, if the data of :meth:`fit` are still known; :meth:`solve` does so with data of the caller's.
 
-    :meth:`fit` may shuffle the data. It warns (ConvergenceWarning) if a residual exceeds the solver's tolerance; with
-    ``checkpoint=`` it continues from a folder's draws and the state of its solver, to the same samples.
+    :meth:`fit` may shuffle the data. It warns (ConvergenceWarning) if a residual exceeds the solver's tolerance.
 
     :meth:`sample` draws from the Gaussian with the samples' covariance, ``θ̂ + k^-½ Σ w_s z_s`` with standard normal
     ``w``, however many are asked for; :attr:`samples` are the k exact draws themselves. The class cannot be updated.
@@ -80,7 +69,7 @@ class SampledLaplace(SampleBased, ResumableFit):
             small, systems are ill-conditioned: ``{"name": "cg", "preconditioner": "nystrom", "rank": 400}`` fitted and
             tuned small regression networks thirty times as fast as the default, which did not arrive.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown solver or number of samples, besides what :class:`Posterior` raises.
@@ -94,8 +83,6 @@ class SampledLaplace(SampleBased, ResumableFit):
         >>> posterior.predictive(x[:3]).variance.shape
         torch.Size([3, 1])
     """
-
-    data_attributes = ("_problem",)
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "em", "tangent"), SampledEvidence)
 
@@ -114,20 +101,13 @@ class SampledLaplace(SampleBased, ResumableFit):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        checks.count("n_samples", n_samples)
-        checks.count("chunk_size", chunk_size)
-        self.n_samples, self.solver, self.chunk_size = n_samples, resolve_option("solver", solver, SOLVERS), chunk_size
+        self.n_samples, self.chunk_size = checks.count("n_samples", n_samples), checks.count("chunk_size", chunk_size)
+        self.solver = resolve_option("solver", solver, SOLVERS)
         super().__init__(model, likelihood, **common_arguments(locals()))
-        self.check_draws(n_samples=n_samples)
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
             got = f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}"
             raise UnsupportedError("SampledLaplace needs the native GGN.", expected='backend="native"', got=got)
-        self._draws: Draws | None = None
-        self._z: Tensor | None = None
-        self._solved_at: tuple[Tensor, ...] = ()
-        self.data_sum: float | None = None
-        self._report: SamplingReport | None = None
-        self._problem: TangentProblem | None = None
+        self._state: SampledState | None = None
         self._ad_modes = ADModes()
 
     @override
@@ -141,58 +121,28 @@ class SampledLaplace(SampleBased, ResumableFit):
         if self.likelihood.n_noise > 1:
             fix = "Use lp.Gaussian() with a single noise_std."
             raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
-        self.require_vectors(_VECTORS * self.n_samples, f"the solution for {self.n_samples} samples")
-        first = self.batches(data)  # which looks whether the outputs are random
-        self.network.forward(forward_parts(self.network, next(first).inputs)[0])
-        next(first, None)
-        problem = self._problem_of(data)
-        self.prior()  # refuses a prior of another shape: the selection is final by now
-        checkpoint = self._checkpoint(self._checkpoint_folder, problem)
-        draws = self._drawn(problem, checkpoint, generator)
-        if not bool(torch.isfinite(draws.data.sum())):
-            what, fix = "The gradients of the data are not finite.", "Look for NaN and infinities in the data."
-            raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
-        if not bool(draws.data.any()):
-            raise self.zero_curvature()
-        vector = self.network.vector()
-        solved = self._solve(problem, draws, None, checkpoint, progress=progress)
-        self._draws, self._problem, self._vector, self.tangent_mean = draws, problem, vector, None
-        self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
-        self.data_sum = problem.curvature.data_sum
-        self._ad_modes = ADModes()
-        self._take(solved)
-
-    def _drawn(self, problem: TangentProblem, checkpoint: Checkpoint, generator: torch.Generator | None) -> Draws:
-        saved = checkpoint.read("draws", self.network.device)
-        if saved is not None:
-            return Draws(saved[1]["prior"], saved[1]["data"])
+        next(self.batches(data))  # which looks whether the outputs are random
+        problem = TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
         own, k = problem.curvature, self.n_samples
         prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)
         draws = Draws(prior, own.pulled_noise(k, generator))
-        checkpoint.write("draws", {}, vars(draws))
-        return draws
+        checks.finite("The sum of the data's gradients", draws.data, "Look for NaN and infinities in the data.")
+        if not bool(draws.data.any()):
+            raise self.zero_curvature()
+        self._vector, self.tangent_mean, self._ad_modes = self.network.vector(), None, ADModes()
+        self.n_data, self.n_outputs = own.n_data, own.n_classes
+        self._state = self._solved(problem, draws, None, progress=progress)
 
-    def _solve(
-        self, problem: TangentProblem, draws: Draws, start: Tensor | None, checkpoint: Checkpoint, *, progress: bool
-    ) -> Solved:
-        """Samples at the present hyperparameters."""
-        saved = checkpoint.read("fit", self.network.device)
+    def _solved(
+        self, problem: TangentProblem, draws: Draws, start: Tensor | None, *, progress: bool = False
+    ) -> SampledState:
+        """The draws' samples at the present hyperparameters."""
         system = PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
-        options = {"state": None if saved is None else saved[1], "description": f"{type(self).__name__}: samples"}
-        keep = partial(checkpoint.write, "fit", {})
-        return problem.solve(system, draws, start, keep=keep, progress=progress, **options)
+        description = f"{type(self).__name__}: samples"
+        solved = problem.solve(system, draws, start, progress=progress, description=description)
+        return self._with_samples(draws, solved, problem.curvature.data_sum)
 
-    def _weight(self) -> float:
-        return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
-
-    def _take(self, solved: Solved) -> None:
-        """Store samples and the report of their solve."""
-        index, n_layers = self.network.layer_index(), len(self.network.layers)
-        self._parts = [group_sums(solved.u, other, index, n_layers) for other in (solved.image, solved.u)]
-        self._z, self._solved_at = solved.z, self._hyperparameters()
-        self._report = SamplingReport.create(
-            self._parts, self.network, solved.residual, solved.iterations, solved.converged
-        )
+    def _with_samples(self, draws: Draws, solved: Solved, data_sum: float) -> SampledState:
         if not solved.converged:
             what = (
                 f"The samples' residuals are up to {float(solved.residual.max()):.2g} after {solved.iterations} passes "
@@ -200,11 +150,23 @@ class SampledLaplace(SampleBased, ResumableFit):
                 "or raise the tolerance."
             )
             warn(what, ConvergenceWarning)
+        index, n_layers = self.network.layer_index(), len(self.network.layers)
+        function_space, weight_space = (group_sums(solved.u, x, index, n_layers) for x in (solved.image, solved.u))
+        return SampledState(
+            draws=draws,
+            data_sum=data_sum,
+            samples=solved.z,
+            precision=self.prior().vector().detach().clone(),
+            weight=self._weight(),
+            function_space=function_space,
+            weight_space=weight_space,
+            residual=solved.residual,
+            iterations=solved.iterations,
+            converged=solved.converged,
+        )
 
-    def _hyperparameters(self) -> tuple[Tensor, ...]:
-        precision = self._prior_precision.detach().clone()
-        groups = self._group_index() if precision.numel() > 1 else torch.zeros(0, dtype=torch.long)
-        return precision, groups, torch.tensor(self._weight(), dtype=torch.float64)
+    def _weight(self) -> float:
+        return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
 
     @full_precision
     def solve(self, data: Iterable[Any] | None = None, *, progress: bool = False) -> Self:
@@ -221,66 +183,47 @@ class SampledLaplace(SampleBased, ResumableFit):
             ConvergenceWarning: A residual exceeds the tolerance.
         """
         self.require_fit()
-        assert self._draws is not None
-        problem = self._known_problem(data)
-        solved = self._solve(problem, self._draws, self._z, Checkpoint(None, {}), progress=progress)
-        self._problem = problem
-        self._take(solved)
+        assert self._state is not None
+        self._state = self._solved(self.problem(data), self._state.draws, self._state.samples, progress=progress)
         return self
 
-    def _problem_of(self, data: Iterable[Any]) -> TangentProblem:
-        """One pass over the data, which are checked."""
-        return TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
+    def problem(self, data: Iterable[Any] | None) -> TangentProblem:
+        """The linear systems of the training data, by default those that :meth:`fit` saw; DataError for others."""
+        data = self.training_data.again(data, WHY)
+        found = TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
+        assert self._state is not None
+        if found.curvature.n_data != self.n_data or not same_sum(self._state.data_sum, found.curvature.data_sum):
+            what, expected = "These are not the data that the noise was drawn for.", f"the {self.n_data} of fit()"
+            raise DataError(what, expected=expected, got=f"{found.curvature.n_data} others")
+        return found
 
-    def _known_problem(self, data: Iterable[Any] | None) -> TangentProblem:
-        if data is None and self._problem is not None:
-            return self._problem
-        problem = self._problem_of(self.training_data.again(data, WHY))
-        n_data, known = problem.curvature.n_data, self.data_sum
-        if n_data != self.n_data or (known is not None and not same_sum(known, problem.curvature.data_sum)):
-            what = "These are not the data that the noise was drawn for."
-            raise DataError(what, expected=f"the {self.n_data} examples of fit(), in any order", got=f"{n_data} others")
-        return problem
+    def solved_state(self) -> SampledState:
+        """The state with samples at the present hyperparameters, which are solved for where these have changed."""
+        self.require_fit()
+        assert self._state is not None
+        precision = self.prior().vector().detach()
+        if self._state.weight != self._weight() or not torch.equal(self._state.precision.to(precision), precision):
+            self.solve()
+        return self._state
 
     @override
     def _deviations(self) -> Tensor:
-        self.require_fit()
-        now = self._hyperparameters()
-        if any(a.shape != b.shape or not torch.equal(a, b.to(a)) for a, b in zip(self._solved_at, now, strict=True)):
-            self.solve()
-        assert self._z is not None
-        return self._z
-
-    def _checkpoint(self, folder: Path | None, problem: TangentProblem, **more: Any) -> Checkpoint:
-        curvature, options = problem.curvature, self.options()
-        if isinstance(self.solver, CGSolver):  # which does the same whatever its budget, and may be given a greater one
-            options["solver"] = {**options["solver"], "max_iterations": None}
-        numbers = {"number of batches": curvature.n_batches, "data": f"{curvature.data_sum:.6e}", "options": options}
-        return Checkpoint(folder, identity(self, curvature.n_data) | numbers | more)
-
-    @full_precision
-    def tune_by_samples(self, options: SampledEvidence, *, progress: bool = False) -> SampledTuningResult:
-        """What :class:`SampledEvidence` finds; see there."""
-        self.require_vectors(60 + 5 * self.n_samples, "the tangent model's optimum")  # most of them float64
-        z, noise = self._deviations(), tunes_noise(self.likelihood, options.tune_noise)
-        assert self._draws is not None
-        problem = self._problem = self._known_problem(options.data)
-        settings, draws = options.identity(tune_noise=noise), digest(self._draws.data)
-        checkpoint = self._checkpoint(options.checkpoint, problem, tuning=settings, draws=draws)
-        return Alternation(self, problem, self._draws, options, tune_noise=noise, progress=progress).run(z, checkpoint)
+        return self.solved_state().samples
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:
-        assert isinstance(result, SampledTuningResult)
+        assert isinstance(result, SampledTuningResult) and self._state is not None
         super().apply_tuning(result)
-        self._take(result.solved)
+        self._state = self._with_samples(self._state.draws, result.solved, self._state.data_sum)
 
     @property
     def report(self) -> SamplingReport:
         """How the solve at the present hyperparameters ended."""
-        self._deviations()
-        assert self._report is not None
-        return self._report
+        state, layers = self.solved_state(), self.network.layers
+        sizes = torch.bincount(self.network.layer_index(), minlength=len(layers))
+        total = total_dimension(state.function_space, state.weight_space, sizes)
+        by_layer = effective_dimension(state.function_space, state.weight_space, sizes)
+        return SamplingReport(state.residual, total.energy, total, by_layer, state.iterations, state.converged)
 
     @full_precision
     def effective_dimension(self, estimator: Estimator = "ratio") -> EffectiveDimension:
@@ -289,9 +232,10 @@ class SampledLaplace(SampleBased, ResumableFit):
         Args:
             estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module of that name.
         """
-        self._deviations()
-        function_space, weight_space = self._parts
-        return total_dimension(function_space, weight_space, torch.tensor(self.n_parameters), estimator)
+        checks.choice("estimator", estimator, ("ratio", "function", "weight"))
+        state = self.solved_state()
+        size = torch.tensor(self.n_parameters)
+        return total_dimension(state.function_space, state.weight_space, size, estimator)
 
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
@@ -305,28 +249,16 @@ class SampledLaplace(SampleBased, ResumableFit):
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        z = self._deviations()
-        draws, report = self._draws, self._report
-        assert draws is not None and report is not None
-        header = {"iterations": report.iterations, "converged": report.converged, "data_sum": self.data_sum}
-        tensors = {
-            "vector": self.mean,
-            "samples": z,
-            "draws.prior": draws.prior,
-            "draws.data": draws.data,
-            "report.residual": report.residual,
-            "report.function_space": self._parts[0],
-            "report.weight_space": self._parts[1],
-        }
+        state = self.solved_state()
+        numbers = {name: value for name, value in vars(state).items() if isinstance(value, bool | int | float)}
+        tensors = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
+        tensors |= {"vector": self.mean, "draws.prior": state.draws.prior, "draws.data": state.draws.data}
         if self.tangent_mean is not None:
             tensors["tangent_mean"] = self.tangent_mean
-        return header, tensors
+        return numbers, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self._vector, self._z, self.tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
-        self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
-        self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
-        self._solved_at, self.data_sum = self._hyperparameters(), header.get("data_sum")
-        residual, iterations, converged = tensors["report.residual"], header["iterations"], header["converged"]
-        self._report = SamplingReport.create(self._parts, self.network, residual, iterations, converged)
+        self._vector, self.tangent_mean = tensors["vector"], tensors.get("tangent_mean")
+        own: dict[str, Any] = {**header, **tensors, "draws": Draws(tensors["draws.prior"], tensors["draws.data"])}
+        self._state = SampledState(**{one.name: own[one.name] for one in fields(SampledState)})

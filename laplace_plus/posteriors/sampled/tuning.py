@@ -16,8 +16,7 @@ serve at all precisions, so that the iteration is a deterministic map, and each 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +26,6 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
-from laplace_plus.io import digest
-from laplace_plus.io.checkpoints import Checkpoint, packed, unpacked
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
@@ -39,10 +36,10 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     mackay_steps,
     total_dimension,
 )
-from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
-from laplace_plus.posteriors.sampled.solvers import TangentProblem
+from laplace_plus.posteriors.sampled.objective import PriorUnits, SampledState, Solved
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
+from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import check_structure, chosen_groups, with_floor
 from laplace_plus.tuning.objective import updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
@@ -82,19 +79,15 @@ class SampledTuningResult(TuningResult):
 
     Attributes:
         structure: Which entries share a precision.
-        group_precision: 0-d or ``[G]``, before any scaling.
         residual: That of the last step. Converged means that it was below the tolerance, and that all solves and optima
             met theirs.
         steps: All updates.
-        samples: ``z [k, P]`` at these hyperparameters.
-        solved: How their solve ended.
+        solved: The samples at these hyperparameters, and how their solve ended.
     """
 
     structure: str
-    group_precision: Tensor
     residual: float
     steps: tuple[TuningStep, ...]
-    samples: Tensor = field(repr=False)
     solved: Solved = field(repr=False)
 
 
@@ -118,8 +111,6 @@ class SampledEvidence:
         tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
             the change of the logarithm of the noise variance.
         optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
-        checkpoint: A folder to which every step, and the solver's state within it, is written. A tuning that finds it
-            there goes on from it, to the same result.
 
     Raises:
         ConfigurationError: An option that is none of these.
@@ -134,7 +125,6 @@ class SampledEvidence:
     max_steps: int = 10
     tolerance: float = 0.05
     optimum_tolerance: float = 1e-3
-    checkpoint: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_structure(self.structure)
@@ -155,42 +145,12 @@ class SampledEvidence:
         """Alternate until the evidence is stationary; arguments as for :class:`~laplace_plus.Tuner`.
 
         Raises:
-            CheckpointError: The checkpoint is of another network, other data or settings.
+            DataError: The training data are not known any more, or not those of the fit.
 
         Warns:
             ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
         """
-        result: SampledTuningResult = posterior.tune_by_samples(self, progress=progress)
-        return result
-
-    def identity(self, *, tune_noise: bool) -> dict[str, Any]:
-        """Identifies an interrupted tuning: all options but the data and where it gives up."""
-        groups = self.structure
-        structure = [groups.name, digest(groups.index)] if isinstance(groups, Groups) else groups
-        options = {name: value for name, value in vars(self).items() if name not in ("data", "checkpoint")}
-        return {**options, "evidence": "tangent", "structure": structure, "tune_noise": tune_noise, "max_steps": None}
-
-
-@dataclass
-class _State:
-    """All that an interrupted iteration needs to go on; ``sound`` as long as everything has converged.
-
-    ``z`` are the samples at the hyperparameters, or those before a ``pending`` update that is solved for.
-    """
-
-    precision: Tensor
-    noise_std: Tensor | None
-    z: Tensor
-    steps: list[TuningStep]
-    optimum: Tensor | None = None
-    solver: Mapping[str, Tensor] | None = None
-    pending: TuningStep | None = None
-    sound: bool = True
-
-    @property
-    def residual(self) -> float:
-        """That of the last step."""
-        return self.steps[-1].residual if self.steps else math.inf
+        return Alternation(posterior, self).run(progress=progress)
 
 
 @dataclass(frozen=True)
@@ -205,113 +165,95 @@ class _Samples:
 class Alternation:
     """Optimum and samples of one tangent model, alternated with its precisions ``[G]`` and noise."""
 
-    def __init__(
-        self,
-        posterior: Any,
-        problem: TangentProblem,
-        draws: Draws,
-        options: SampledEvidence,
-        *,
-        tune_noise: bool,
-        progress: bool,
-    ):
-        self._posterior, self._problem, self._draws, self._options = posterior, problem, draws, options
-        self._tune_noise, self._progress = tune_noise, progress
-        network, likelihood = posterior.network, posterior.likelihood
-        self._groups = Groups("scalar", ("all",), torch.zeros(network.n_parameters, dtype=torch.long))
+    def __init__(self, posterior: Any, options: SampledEvidence):
+        self._posterior, self._options = posterior, options
+        self._tune_noise = tunes_noise(posterior.likelihood, options.tune_noise)
+        self._start: SampledState = posterior.solved_state()
+        self._draws, self._problem = self._start.draws, posterior.problem(options.data)
+        self._groups = Groups("scalar", ("all",), torch.zeros(posterior.n_parameters, dtype=torch.long))
         if options.structure != "scalar":
-            self._groups = chosen_groups(posterior, options.structure, problem.data)
+            self._groups = chosen_groups(posterior, options.structure, self._problem.data)
         self._temperature = float(posterior.temperature.detach())
-        self._tangent = TangentModel(
-            network, likelihood, problem.data, temperature=self._temperature, chunk_size=posterior.chunk_size
-        )
+        own = posterior.network, posterior.likelihood, self._problem.data
+        self._tangent = TangentModel(*own, temperature=self._temperature, chunk_size=posterior.chunk_size)
         # What multiplies the precision of each entry, ``[P]`` float64: ``diag(H)`` at the present noise, estimated.
-        self._scaling: Tensor | None = None
+        self._scaling = torch.ones((), dtype=torch.float64)
         if options.scaling is not None:
             # The noise of the estimate has a fixed seed; it is not that of the samples.
-            diagonal = problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0))
-            weight = float(likelihood.curvature_weights().detach()[0])
+            diagonal = self._problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0))
+            weight = float(posterior.likelihood.curvature_weights().detach()[0])
             self._scaling = with_floor(diagonal.double().cpu(), self._groups.index) * weight
 
-    def run(self, z: Tensor, checkpoint: Checkpoint) -> SampledTuningResult:
-        """Alternate until the evidence is stationary, from samples ``z [k, P]`` or from a checkpoint."""
-        options, current = self._options, None
-        found = checkpoint.read("tuning", self._posterior.network.device)
-        state: _State | None = None if found is None else unpacked(found, _State, TuningStep)
-        if state is None:
-            present, noise = self._posterior.prior().vector().detach().double().cpu(), self._posterior.noise_std
-            start = self._groups.geometric_means(present if self._scaling is None else present / self._scaling)
-            state = _State(start, None if noise is None else noise.detach(), z, [])
-            if not torch.allclose(self._entries(start), present, rtol=1e-12, atol=0.0):
-                current = self._samples(state, start, state.noise_std, None)
-                state.z = current.solved.z
-        if current is None and state.pending is None:
-            _, system = self._at(state.precision, state.noise_std)
-            largest = self._problem.solver.largest_residual
-            current = self._described(system.check(state.z * system.root, self._draws, largest, 0))
-        remaining = range(len(state.steps), options.max_steps)
-        for _ in progress_bar(remaining, enabled=self._progress, description=f"tuning by {options.method}"):
-            if state.residual < options.tolerance:
+    def run(self, *, progress: bool) -> SampledTuningResult:
+        """Alternate until the evidence is stationary, from the posterior's samples and hyperparameters."""
+        posterior, options = self._posterior, self._options
+        present, noise = posterior.prior().vector().detach().double().cpu(), posterior.noise_std
+        precision = self._groups.geometric_means(present / self._scaling)
+        noise = None if noise is None else noise.detach()
+        if torch.allclose(self._entries(precision), present, rtol=1e-12, atol=0.0):
+            system, largest = self._system(precision, noise), self._problem.solver.largest_residual
+            current = self._described(system.check(self._start.samples * system.root, self._draws, largest, 0))
+        else:  # other precisions within a group
+            current = self._solved(precision, noise, self._start.samples)
+        steps: list[TuningStep] = []
+        optimum: Tensor | None = None
+        sound = True
+        for _ in progress_bar(range(options.max_steps), enabled=progress, description=f"tuning by {options.method}"):
+            if steps and steps[-1].residual < options.tolerance:
                 break
-            if state.pending is None:
-                assert current is not None
-                state.pending = self._step(state, current)
-            precision, noise = state.pending.prior_precision, state.pending.noise_std
-            current = self._samples(state, precision, noise, checkpoint)
-            state.sound &= current.solved.converged
-            state.steps.append(replace(state.pending, iterations=current.solved.iterations))
-            state.precision, state.noise_std, state.z = precision, noise, current.solved.z
-            state.solver = state.pending = None
-            checkpoint.write("tuning", *packed(state))
-        assert current is not None
-        return self._result(state, current)
-
-    def _result(self, state: _State, current: _Samples) -> SampledTuningResult:
-        options, scalar = self._options, self._options.structure == "scalar"
-        converged = state.residual < options.tolerance and state.sound
-        if not converged:
-            why = "a solve or an optimum did not meet its tolerance"
-            if state.residual >= options.tolerance:
-                why = f"the last of {len(state.steps)} steps found a residual of {state.residual:.2g} "
-                why += f"(tolerance {options.tolerance:.2g})"
-            warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
-        precision = state.precision[0] if scalar else state.precision
+            found, squares = self._optimum(precision, noise, optimum)
+            step = self._step(precision, noise, current, found, squares)
+            precision, noise, optimum = step.prior_precision, step.noise_std, found.vector
+            current = self._solved(precision, noise, current.solved.z)
+            sound = sound and found.converged and current.solved.converged
+            steps.append(replace(step, iterations=current.solved.iterations))
         around_tangent = options.predictive_mean == "tangent"
+        vector = self._optimum(precision, noise, optimum)[0].vector.to(posterior.mean) if around_tangent else None
+        one, scaled = options.structure == "scalar", options.scaling is not None
         return SampledTuningResult(
             method=options.method,
             structure=self._groups.name,
-            prior_precision=precision if self._scaling is None else self._entries(state.precision),
-            group_precision=precision,
-            groups=None if scalar else self._groups,
-            noise_std=state.noise_std,
+            prior_precision=self._entries(precision) if scaled else precision[0] if one else precision,
+            groups=None if one else self._groups,
+            noise_std=noise,
             value=math.nan,
-            converged=converged,
-            residual=state.residual if state.steps else 0.0,
-            steps=tuple(state.steps),
-            n_evaluations=len(state.steps),
-            vector=self._optimum(state)[0].vector.to(self._posterior.mean) if around_tangent else None,
+            converged=self._converged(steps, sound),
+            residual=steps[-1].residual,
+            steps=tuple(steps),
+            n_evaluations=len(steps),
+            vector=vector,
             predictive_mean=options.predictive_mean,
-            samples=current.solved.z,
             solved=current.solved,
         )
 
-    def _entries(self, precision: Tensor) -> Tensor:
-        """The precision of each entry, ``[P]``."""
-        entries = precision[self._groups.index.to(precision.device)]
-        return entries if self._scaling is None else entries * self._scaling.to(entries)
+    def _converged(self, steps: list[TuningStep], sound: bool) -> bool:
+        residual, tolerance = steps[-1].residual, self._options.tolerance
+        if residual < tolerance and sound:
+            return True
+        why = "a solve or an optimum did not meet its tolerance"
+        if residual >= tolerance:
+            why = f"the last of {len(steps)} steps found a residual of {residual:.2g} (tolerance {tolerance:.2g})"
+        warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
+        return False
 
-    def _at(self, precision: Tensor, noise_std: Tensor | None) -> tuple[Likelihood, PriorUnits]:
-        """The likelihood and the linear system at some hyperparameters."""
-        likelihood: Likelihood = self._posterior.likelihood
-        likelihood = likelihood if noise_std is None else likelihood.with_noise(noise_std)
-        weight = float(likelihood.curvature_weights().detach()[0]) / self._temperature
-        return likelihood, PriorUnits(self._problem.curvature, self._entries(precision), weight)
+    def _step(
+        self, precision: Tensor, noise: Tensor | None, at: _Samples, found: TangentOptimum, squares: Tensor
+    ) -> TuningStep:
+        """The update of the hyperparameters, of which the samples are still to be solved for."""
+        effective, size = at.dimension.value.cpu(), at.dimension.size.cpu()
+        residual = float(mackay_steps(precision, effective, size, squares).abs().max())
+        if self._tune_noise:
+            assert noise is not None
+            updated = updated_noise(found.statistics, float(at.total.value), self._temperature).view_as(noise)
+            residual = max(residual, float((updated / noise.double().cpu()).log().abs().max() * 2))
+            noise = updated
+        new = limited_precision(self._options.method, precision, effective, size, squares)
+        return TuningStep(new, noise, effective, at.dimension.sem.cpu(), squares, residual, 0)
 
-    def _optimum(self, state: _State) -> tuple[TangentOptimum, Tensor]:
-        """θ★ at a state, searched for with the preconditioner of the samples, and ``‖θ★_g − μ_g‖² [G]`` float64."""
-        index, mean = self._groups.index, self._posterior.prior().mean.detach()
-        prior = GaussianPrior.create(self._entries(state.precision), mean, index)
-        likelihood, system = self._at(state.precision, state.noise_std)
+    def _optimum(self, precision: Tensor, noise: Tensor | None, start: Tensor | None) -> tuple[TangentOptimum, Tensor]:
+        """θ★, searched for with the preconditioner of the samples, and ``‖θ★_g − μ_g‖² [G]`` float64."""
+        prior = GaussianPrior.create(self._entries(precision), self._posterior.prior_mean.detach(), self._groups.index)
+        system = self._system(precision, noise)
         whitened = self._problem.preconditioner(system)
 
         def precondition(vector: Tensor) -> Tensor:
@@ -319,47 +261,34 @@ class Alternation:
             return (whitened((vector.to(system.root) / system.root)[None])[0] / system.root).to(vector)
 
         found = tangent_optimum(
-            self._tangent.with_likelihood(likelihood),
+            self._tangent.with_likelihood(self._likelihood(noise)),
             prior,
-            state.optimum,
+            start,
             precondition=None if whitened is None else precondition,
             tolerance=self._options.optimum_tolerance,
         )
         away = prior.deviation(found.vector)[None].double()
-        scaled = away if self._scaling is None else away * self._scaling.to(away)
-        return found, group_sums(away, scaled, index, len(self._groups.names))[0]
+        squares = group_sums(away, away * self._scaling.to(away), self._groups.index, len(self._groups.names))[0]
+        return found, squares.cpu()
 
-    def _samples(
-        self, state: _State, precision: Tensor, noise_std: Tensor | None, checkpoint: Checkpoint | None
-    ) -> _Samples:
-        """Samples at precisions ``[G]``, from those of a state, or from where an interrupted solve stopped."""
-        _, system = self._at(precision, noise_std)
-
-        def keep(solver: dict[str, Tensor]) -> None:
-            if checkpoint is not None:
-                state.solver = solver
-                checkpoint.write("tuning", *packed(state))
-
-        options: Any = {"state": state.solver, "keep": keep, "progress": self._progress}
-        return self._described(self._problem.solve(system, self._draws, state.z, **options))
+    def _solved(self, precision: Tensor, noise: Tensor | None, start: Tensor) -> _Samples:
+        """Samples at precisions ``[G]`` and noise, from samples at others."""
+        return self._described(self._problem.solve(self._system(precision, noise), self._draws, start))
 
     def _described(self, solved: Solved) -> _Samples:
         index, sizes = self._groups.index, self._groups.sizes()
         a, b = (group_sums(solved.u, other, index, len(sizes)) for other in (solved.image, solved.u))
         return _Samples(solved, effective_dimension(a, b, sizes), total_dimension(a, b, sizes))
 
-    def _step(self, state: _State, current: _Samples) -> TuningStep:
-        """The update at a state, of which the samples are still to be solved for."""
-        found, squares = self._optimum(state)
-        state.optimum = found.vector
-        state.sound &= found.converged
-        dimension, squares = current.dimension, squares.cpu()
-        terms = state.precision, dimension.value.cpu(), dimension.size.cpu(), squares
-        residual, noise = float(mackay_steps(*terms).abs().max()), state.noise_std
-        if self._tune_noise:
-            assert found.statistics is not None and noise is not None
-            updated = updated_noise(found.statistics, float(current.total.value), self._temperature).view_as(noise)
-            residual = max(residual, float((updated / noise.double().cpu()).log().abs().max() * 2))
-            noise = updated
-        precision = limited_precision(self._options.method, *terms)
-        return TuningStep(precision, noise, dimension.value.cpu(), dimension.sem.cpu(), squares, residual, 0)
+    def _system(self, precision: Tensor, noise: Tensor | None) -> PriorUnits:
+        weight = float(self._likelihood(noise).curvature_weights().detach()[0]) / self._temperature
+        return PriorUnits(self._problem.curvature, self._entries(precision), weight)
+
+    def _likelihood(self, noise: Tensor | None) -> Likelihood:
+        likelihood: Likelihood = self._posterior.likelihood
+        return likelihood if noise is None else likelihood.with_noise(noise)
+
+    def _entries(self, precision: Tensor) -> Tensor:
+        """The precision of each entry, ``[P]``."""
+        entries = precision[self._groups.index.to(precision.device)]
+        return entries * self._scaling.to(entries)
