@@ -27,7 +27,6 @@ from torch import Tensor
 
 from laplace_plus.linalg.cg import cg
 from laplace_plus.linalg.lsmr import lsmr
-from laplace_plus.linalg.minres import minres
 from laplace_plus.linalg.nystrom import nystrom
 
 try:
@@ -38,7 +37,6 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         from linear_operator.utils.linear_cg import linear_cg
-        from linear_operator.utils.minres import minres as linear_operator_minres
 except ImportError:
     linear_cg = None
 
@@ -68,22 +66,16 @@ def calls(n: int, sides: int) -> dict[str, tuple[Call, Product]]:
     ours = Product(diagonal)
     compared: dict[str, tuple[Call, Product]] = {
         "cg, laplace_plus": (lambda: cg(ours, b, rtol=0.0, **cap), ours),
-        "minres, laplace_plus": (lambda: minres(ours, b, rtol=0.0, **cap), ours),
         "lsmr, laplace_plus": (lambda: lsmr(ours, ours, b, n=n, **none, **cap), ours),
     }
     if linear_cg is not None:
         columns, by_columns = b.reshape(sides, n).T.contiguous(), Product(diagonal[:, None])
         never = {"tolerance": 1e-30, "stop_updating_after": 1e-30, "max_iter": ITERATIONS}
         compared["cg, linear_operator"] = (lambda: linear_cg(by_columns, columns, **never), by_columns)
-        compared["minres, linear_operator"] = (
-            lambda: linear_operator_minres(by_columns, columns, max_iter=ITERATIONS),
-            by_columns,
-        )
     if scipy_linalg is not None and sides == 1:
         right, theirs = b.numpy(), Product(diagonal.numpy())
         operator = scipy_linalg.LinearOperator((n, n), matvec=theirs, rmatvec=theirs, dtype=np.float32)
         compared["cg, scipy"] = (lambda: scipy_linalg.cg(operator, right, rtol=0.0, maxiter=ITERATIONS), theirs)
-        compared["minres, scipy"] = (lambda: scipy_linalg.minres(operator, right, rtol=0.0, maxiter=ITERATIONS), theirs)
         compared["lsmr, scipy"] = (lambda: scipy_linalg.lsmr(operator, right, maxiter=ITERATIONS, **none), theirs)
     alone = Product(diagonal)
     compared["products alone"] = (lambda: [alone(b) for _ in range(ITERATIONS)], alone)

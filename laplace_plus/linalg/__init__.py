@@ -6,14 +6,14 @@ differentiable in the vectors and in the tensors that the operator depends on; n
 ======================================  ============================================================================
 to get …                                use
 ======================================  ============================================================================
-eigenvalues of a symmetric operator     :func:`eigsh`; a whole Krylov space: :func:`lanczos`, :func:`block_lanczos`
+eigenvalues of a symmetric operator     :func:`eigsh`; a whole Krylov space: :func:`lanczos`
 singular values                         :func:`svds`, :func:`bidiagonalize`; of any square operator: :func:`arnoldi`
 ``f(A) v``, ``vᵀ f(A) v``               :func:`matrix_function`, :func:`bilinear`
 ``log det A``, ``tr f(A)``              :func:`slq_logdet`, :func:`slq_trace`
 ``tr A``, ``diag A``                    :func:`trace`, :func:`diagonal`
-``A⁻¹ b``                               :func:`cg` (positive definite), :func:`minres` (symmetric, shifted)
+``A⁻¹ b`` for a positive definite A     :func:`cg`
 ``argmin ‖Ax − b‖² + λ²‖x‖²``           :func:`lsmr`
-projection of v onto the null space     :func:`project_null_space`, :class:`NullSpaceProjector`
+projection of v onto the null space     :func:`project_null_space`
 a low-rank approximation                :func:`nystrom`
 ======================================  ============================================================================
 
@@ -24,7 +24,6 @@ Estimates come as an :class:`Estimate` with a standard error, solutions as a :cl
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
 from laplace_plus.linalg.arnoldi_functions import arnoldi_function, of_eigenvalues, phi
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
-from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
 from laplace_plus.linalg.cg import CGSolution, cg
 from laplace_plus.linalg.krylov import tridiagonal
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
@@ -39,11 +38,9 @@ from laplace_plus.linalg.matrices import (
     from_scipy,
 )
 from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
-from laplace_plus.linalg.minres import minres
 from laplace_plus.linalg.null_space import (
     AlternatingProjection,
     LSMRProjection,
-    NullSpaceProjector,
     SVDProjection,
     project_null_space,
 )
@@ -60,7 +57,6 @@ __all__ = [
     "ArnoldiDecomposition",
     "Bidiagonalization",
     "BlockDiagonal",
-    "BlockLanczosDecomposition",
     "CGSolution",
     "Dense",
     "Diagonal",
@@ -75,7 +71,6 @@ __all__ = [
     "LeastSquaresSolution",
     "LSMRProjection",
     "LowRankPlusDiagonal",
-    "NullSpaceProjector",
     "NystromApproximation",
     "Operator",
     "PartialEigen",
@@ -87,7 +82,6 @@ __all__ = [
     "as_operator",
     "bidiagonalize",
     "bilinear",
-    "block_lanczos",
     "cg",
     "diagonal",
     "draw_probes",
@@ -96,7 +90,6 @@ __all__ = [
     "lanczos",
     "lsmr",
     "matrix_function",
-    "minres",
     "nystrom",
     "project_null_space",
     "slq_logdet",

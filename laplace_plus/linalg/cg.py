@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels import vector_norm
+from laplace_plus.kernels import inner, vector_norm
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.linear_maps import Matvec
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec
 from laplace_plus.linalg.results import Solution, Status
-from laplace_plus.linalg.solving import Progress, RightHandSides, SymmetricSystem, dot, ratio, where_active
+from laplace_plus.linalg.solving import Problem, attach_solution, ratio, require_adjoint, right_sides, where_used
 
 
 @dataclass(frozen=True)
@@ -91,72 +91,100 @@ def cg(
         >>> cg(lambda v: v @ A.T, torch.tensor([3.0, 4.0])).value.round(decimals=4)
         tensor([1., 1.])
     """
-    system = SymmetricSystem(
-        "cg", matvec, b, preconditioner, x0, rtol, atol, max_iterations, parameters, dtype, check_symmetry, progress
-    )
-    solution, state = system.solve(_iterate)
-    T = _tridiagonal(state, solution.residual.shape) if return_tridiagonal else None
-    return CGSolution(**vars(solution), tridiagonal=T)
+    b = right_sides("b", b, dtype)
+    n = b.shape[-1]
+    problem = Problem("cg", b, n, atol=atol, rtol=rtol, max_iterations=max_iterations, progress=progress)
+    A = problem.map(matvec, n, symmetric=True, parameters=parameters)
+    P = None if preconditioner is None else problem.map(preconditioner, n, parameters=(), name="preconditioner")
+    x, residual, coefficients = _iterate(A, P, problem, problem.start(x0, n, dtype), check_symmetry)
+    matvecs = A.matvecs
+
+    def gradient(x: Tensor, cotangent: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        backward = problem.again(cotangent)
+        rows, residual, _ = _iterate(A, P, backward, None, check_symmetry)
+        backward.warn_unless_converged(*backward.figures(residual, scaled=True))
+        w = backward.restore(rows)
+        return [w], [(*where_used(cotangent, x), -w)]
+
+    value = attach_solution(problem.restore(x), A, [b], gradient)
+    residuals = problem.figures(residual, scaled=True)
+    T = _tridiagonal(problem, coefficients) if return_tridiagonal else None
+    return CGSolution(value, *residuals, *problem.figures(problem.iterations, problem.statuses), matvecs, tridiagonal=T)
 
 
+@torch.no_grad()
 def _iterate(
-    system: SymmetricSystem, sides: RightHandSides, shifts: Tensor | None, x: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Progress]:
-    """Solutions ``[R, n]``, true residuals and their bounds ``[R]``, and how each row ended; without shifts."""
-    b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
+    A: LinearMap, P: LinearMap | None, problem: Problem, x: Tensor | None, check_symmetry: bool
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Solutions ``[R, n]``, their true residuals ``[R]``, and α and β of each iteration; x is overwritten."""
+    b, eps = problem.rows, torch.finfo(problem.rows.dtype).eps
     size = vector_norm(b)
-    bound = system.bound(size, sides)
+    bound = torch.maximum(problem.rtol * size, problem.atol / problem.scale)
     if x is None:
         x, r = torch.zeros_like(b), b.clone()
     else:
         x = torch.where((size == 0)[:, None], 0.0, x)
-        r = b - system.A(x)
-    state = Progress(size.shape, b.device)
+        r = b - A(x)
     residual = vector_norm(r)
-    state.finish(~residual.isfinite(), Status.NOT_FINITE)
-    state.finish(residual <= bound, Status.CONVERGED)
-
-    z = system.precondition(r)
-    energy = dot(r, z)
-    state.finish(~energy.isfinite(), Status.NOT_FINITE)
-    state.finish(energy <= 0, Status.BREAKDOWN)
+    problem.finish(~residual.isfinite(), Status.NOT_FINITE)
+    problem.finish(residual <= bound, Status.CONVERGED)
+    z = r if P is None else P(r)
+    energy = inner(r, z)
+    problem.finish(~energy.isfinite(), Status.NOT_FINITE)
+    problem.finish(energy <= 0, Status.BREAKDOWN)
     p, beta = torch.zeros_like(b), torch.zeros_like(energy)
     # pᵀ P p has its own recurrence, which gives the Rayleigh quotients of P⁻¹A without another product.
     length, largest = energy, torch.zeros_like(energy)
-    for _, product in system.loop(state):
-        p = where_active(p.mul_(beta[:, None]).add_(z), state.active)
-        image = product(p)
-        curvature = dot(p, image)
-        state.finish(~curvature.isfinite(), Status.NOT_FINITE)
-        state.finish(curvature <= 0, Status.BREAKDOWN)
-        state.finish(curvature <= eps * largest * length, Status.ILL_CONDITIONED)
+    coefficients: list[tuple[Tensor, Tensor]] = []
+    first: tuple[Tensor, Tensor] | None = None
+    for k in problem.loop():
+        p = problem.only_active(p.mul_(beta[:, None]).add_(z))
+        image = A(p)
+        if check_symmetry and k == 1:
+            first = p.clone(), image.clone()  # the vector changes, and an operator may return its input
+        elif first is not None:
+            _compare(*first, p, image, problem.dtype)
+            first = None
+        curvature = inner(p, image)
+        problem.finish(~curvature.isfinite(), Status.NOT_FINITE)
+        problem.finish(curvature <= 0, Status.BREAKDOWN)
+        problem.finish(curvature <= eps * largest * length, Status.ILL_CONDITIONED)
         largest = torch.maximum(largest, ratio(curvature, length))
-        alpha = torch.where(state.active, ratio(energy, curvature), 0.0)
+        alpha = torch.where(problem.active, ratio(energy, curvature), 0.0)
         x.addcmul_(alpha[:, None], p)
         r.addcmul_(-alpha[:, None], image)
-        state.iterations += state.active
+        problem.iterations += problem.active
         residual = vector_norm(r)
-        state.finish(~residual.isfinite(), Status.NOT_FINITE)
-        state.finish(residual <= bound, Status.CONVERGED)
-        z = system.precondition(r)
-        following = residual * residual if z is r else dot(r, z)
-        state.finish(~following.isfinite(), Status.NOT_FINITE)
-        state.finish(following <= 0, Status.BREAKDOWN)
-        beta = torch.where(state.active, ratio(following, energy), 0.0)
+        problem.finish(~residual.isfinite(), Status.NOT_FINITE)
+        problem.finish(residual <= bound, Status.CONVERGED)
+        z = r if P is None else P(r)
+        following = inner(r, z)
+        problem.finish(~following.isfinite(), Status.NOT_FINITE)
+        problem.finish(following <= 0, Status.BREAKDOWN)
+        beta = torch.where(problem.active, ratio(following, energy), 0.0)
         energy, length = following, following + beta * beta * length
-        state.coefficients.append((alpha, beta))
-    x = torch.where(state.broken[:, None], 0.0, x)
-    return x, vector_norm(b - system.A(x)), bound, state
+        coefficients.append((alpha, beta))
+    residual = vector_norm(b - A(torch.where(problem.broken[:, None], 0.0, x)))
+    wrong = (residual > 2 * bound) & (problem.statuses == int(Status.CONVERGED))
+    problem.statuses = torch.where(wrong, int(Status.STAGNATED), problem.statuses)
+    x = torch.where(problem.broken[:, None], torch.nan, x)
+    return x, residual.masked_fill(problem.broken, torch.nan), coefficients
 
 
-def _tridiagonal(state: Progress, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _compare(p: Tensor, p_image: Tensor, q: Tensor, image: Tensor, dtype: torch.dtype) -> None:
+    """Check that A is symmetric, on the first two search directions."""
+    scale = vector_norm(p) * vector_norm(image) + vector_norm(p_image) * vector_norm(q)
+    require_adjoint("cg", inner(p, image), inner(p_image, q), scale, dtype)
+
+
+def _tridiagonal(problem: Problem, coefficients: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """``T_kk = 1/α_k + β_(k-1)/α_(k-1)`` and ``T_(k,k+1) = √β_k/α_k``."""
-    depth = int(state.iterations.max()) if state.iterations.numel() else 0
+    depth = int(problem.iterations.max()) if len(problem.rows) else 0
     if not depth:
-        empty = state.iterations.new_zeros(*shape, 0, dtype=torch.get_default_dtype())
+        empty = problem.rows.new_zeros(*problem.shape, 0)
         return empty, empty
-    alpha, beta = (torch.stack(terms[:depth], -1) for terms in zip(*state.coefficients, strict=True))
+    alpha, beta = (torch.stack(terms[:depth], -1) for terms in zip(*coefficients, strict=True))
     diagonal = torch.where(alpha == 0, 1.0, ratio(torch.ones_like(alpha), alpha))
     diagonal[:, 1:] += ratio(beta, alpha)[:, :-1]
     off_diagonal = ratio(beta.sqrt(), alpha)[:, :-1]
-    return diagonal.reshape(*shape, depth), off_diagonal.reshape(*shape, depth - 1)
+    return diagonal.reshape(*problem.shape, depth), off_diagonal.reshape(*problem.shape, depth - 1)

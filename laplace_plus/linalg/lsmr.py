@@ -5,31 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels import vector_norm
+from laplace_plus.kernels import inner, vector_norm
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, checked_product
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, checked_product
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Solution, Status
-from laplace_plus.linalg.solving import (
-    Progress,
-    RightHandSides,
-    converted,
-    dot,
-    iteration_cap,
-    parameter_gradients,
-    ratio,
-    require_adjoint,
-    root,
-    tolerance,
-    warn_unless_converged,
-    where_active,
-    where_used,
-)
+from laplace_plus.linalg.solving import Problem, attach_solution, ratio, require_adjoint, right_sides, where_used
 
 
 @dataclass(frozen=True)
@@ -45,21 +32,6 @@ class LeastSquaresSolution(Solution):
     misfit: Tensor
     operator_norm: Tensor
     condition_number: Tensor
-
-
-@dataclass(frozen=True)
-class LeastSquaresOptions:
-    """Tolerances and caps of a solve, in LSMR's terms."""
-
-    atol: float
-    btol: float
-    conlim: float
-    cap: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        if not self.conlim >= 0:
-            raise ConfigurationError("conlim is out of range.", expected="a number ≥ 0", got=str(self.conlim))
 
 
 @without_autocast
@@ -132,46 +104,39 @@ def lsmr(
         >>> lsmr(lambda v: v @ A.T, lambda u: u @ A, torch.tensor([1.0, 0.0, -1.0])).value.round(decimals=4)
         tensor([ 1., -1.])
     """
-    b, x0 = converted(dtype, b), converted(dtype, x0)
-    sides = RightHandSides("b", b)
+    b = right_sides("b", b, dtype)
     n, spent = _columns(matvec, rmatvec, b, x0) if n is None else (n, 0)
-    A = sides.map(matvec, n, m=sides.length, rmatvec=rmatvec, parameters=parameters)
-    tolerances = tolerance("atol", atol, b.dtype), tolerance("btol", btol, b.dtype)
-    options = LeastSquaresOptions(*tolerances, conlim, iteration_cap(max_iterations, min(sides.length, n)), progress)
+    m = b.shape[-1]
+    options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
+    problem = Problem("lsmr", b, min(m, n), atol=atol, rtol=btol, **options)
+    A = problem.map(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters)
     if isinstance(damp, Tensor) and (damp.ndim or not damp.is_floating_point()):
         message = "damp must be a number."
         raise ConfigurationError(message, expected="a float or a 0-d floating-point tensor", got=str(damp.shape))
-    damping = torch.as_tensor(damp, dtype=sides.rows.dtype, device=sides.rows.device).detach()
-    with torch.no_grad():
-        _, solution = solve_least_squares(A, sides, damping, sides.start(x0, n), options)
+    damping = torch.as_tensor(damp, dtype=problem.rows.dtype, device=b.device).detach()
+    _, solution = solve_least_squares(A, problem, damping, problem.start(x0, n, dtype))
     damps, guesses = [damp] if isinstance(damp, Tensor) else [], [] if x0 is None else [x0]
     norm = solution.operator_norm
 
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        assert cotangents[0] is not None
-        given = (outputs[0], b.detach(), None if x0 is None else x0.detach())
-        p, gradients, damp_, q = _gradients(A, given, damping, options, norm, cotangents[0].contiguous())
-        return p, *gradients, *(damp_.to(x) for x in damps), *(q for _ in guesses)
+    def gradient(x: Tensor, cotangent: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        given = x, b.detach(), None if x0 is None else x0.detach().to(x)
+        p, q, damp_, pairs = _gradient(A, problem, given, damping, norm, cotangent)
+        return [p, *(damp_.to(y) for y in damps), *(q.to(y) for y in guesses)], pairs
 
-    (value,) = attach([solution.value], [b, *A.tensors, *damps, *guesses], pullback)
+    value = attach_solution(solution.value, A, [b, *damps, *guesses], gradient)
     return replace(solution, value=value, matvecs=solution.matvecs + spent)
 
 
+@torch.no_grad()
 def solve_least_squares(
-    A: LinearMap,
-    sides: RightHandSides,
-    damp: Tensor,
-    x: Tensor | None,
-    options: LeastSquaresOptions,
-    *,
-    transposed: bool = False,
+    A: LinearMap, problem: Problem, damp: Tensor, x: Tensor | None = None, *, transposed: bool = False
 ) -> tuple[Tensor, LeastSquaresSolution]:
     """LSMR on rows, for A, or for Aᵀ if ``transposed``; the first guess ``x [R, n]`` is overwritten.
 
     Returns solutions as rows ``[R, n]``, and all results in the shape and scale of the right-hand sides.
     """
     forward, adjoint = (A.transposed, A) if transposed else (A, A.transposed)
-    b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
+    b, eps, atol, btol = problem.rows, torch.finfo(problem.rows.dtype).eps, problem.atol, problem.rtol
     size = vector_norm(b)
     if x is None:
         x, u = b.new_zeros(len(b), A.m if transposed else A.n), b.clone()
@@ -188,18 +153,17 @@ def solve_least_squares(
     h, hbar = v.clone(), torch.zeros_like(v)
     betadd, betad, rhodold, tautildeold, thetatilde, damped = beta, zero, one, zero, zero, zero
     frobenius, largest, smallest = alpha * alpha, zero, zero + math.inf
-    state = Progress(beta.shape, b.device)
     figures = [alpha * beta, beta, alpha, one]  # residual, misfit, operator norm, condition number
-    state.finish(~(figures[0] + damp).isfinite(), Status.NOT_FINITE)
-    state.finish(figures[0] == 0, Status.CONVERGED)
+    problem.finish(~(figures[0] + damp).isfinite(), Status.NOT_FINITE)
+    problem.finish(figures[0] == 0, Status.CONVERGED)
 
-    for k in state.loop(options.cap, "lsmr", progress=options.progress):
-        u, v = where_active(u, state.active), where_active(v, state.active)
+    for k in problem.loop():
+        u, v = problem.only_active(u), problem.only_active(v)
         image = forward(v)
         if k == 1:
             # α₁ = ‖Aᵀu₁‖ equals ⟨u₁, A v₁⟩ if the two maps are transposes of each other.
-            own = torch.where(state.active, alpha, 0.0)
-            require_adjoint("lsmr", dot(u, image), own, own + vector_norm(image), sides.dtype, symmetric=False)
+            own = torch.where(problem.active, alpha, 0.0)
+            require_adjoint("lsmr", inner(u, image), own, own + vector_norm(image), problem.dtype, symmetric=False)
         u.mul_(-alpha[:, None]).add_(image)
         beta = vector_norm(u)
         u.mul_(ratio(one, beta)[:, None])
@@ -216,9 +180,9 @@ def solve_least_squares(
         cbar, sbar, rhobar = _rotation(rhotemp, theta)
         zeta, zetabar = cbar * zetabar, -sbar * zetabar
 
-        state.iterations += state.active
+        problem.iterations += problem.active
         hbar.mul_(-ratio(thetabar * rho, rho_before * rhobar_before)[:, None]).add_(h)
-        x.addcmul_(torch.where(state.active, ratio(zeta, rho * rhobar), 0.0)[:, None], hbar)
+        x.addcmul_(torch.where(problem.active, ratio(zeta, rho * rhobar), 0.0)[:, None], hbar)
         h.mul_(-ratio(theta, rho)[:, None]).add_(v)
 
         # ‖r‖ from one more rotation, of the bidiagonal matrix from the other side.
@@ -231,9 +195,9 @@ def solve_least_squares(
         tautildeold = ratio(zeta_before - thetatilde_before * tautildeold, rhotilde)
         taud = ratio(zeta - thetatilde * tautildeold, rhodold)
         damped = damped + betacheck * betacheck
-        misfit = root(damped + (betad - taud) * (betad - taud) + betadd * betadd)
+        misfit = (damped + (betad - taud) * (betad - taud) + betadd * betadd).clamp_min(0).sqrt()
 
-        operator_norm = root(frobenius + beta * beta)
+        operator_norm = (frobenius + beta * beta).sqrt()
         frobenius = frobenius + beta * beta + alpha * alpha
         if k > 1:  # ρ̄₀ = 1 is not a singular value
             largest, smallest = torch.maximum(largest, rhobar_before), torch.minimum(smallest, rhobar_before)
@@ -242,20 +206,19 @@ def solve_least_squares(
         residual, length = zetabar.abs(), vector_norm(x)
 
         now = (residual, misfit, operator_norm, condition_number)
-        figures = [torch.where(state.active, new, old) for new, old in zip(now, figures, strict=True)]
-        state.finish(~(residual + misfit + operator_norm + length).isfinite(), Status.NOT_FINITE)
-        state.finish(misfit <= options.btol * size + options.atol * operator_norm * length, Status.CONVERGED)
-        state.finish(residual <= options.atol * operator_norm * misfit, Status.CONVERGED)
-        state.finish(condition_number >= (options.conlim or math.inf), Status.ILL_CONDITIONED)
-        state.finish(misfit <= eps / 2 * (size + operator_norm * length), Status.STAGNATED)
-        state.finish(residual <= eps / 2 * operator_norm * misfit, Status.STAGNATED)
-        state.finish(condition_number * (eps / 2) >= 1, Status.ILL_CONDITIONED)
-    x = torch.where(state.broken[:, None], torch.nan, x)
-    norms = [sides.restore_norms(figure) for figure in figures[:2]]
-    iterations, statuses, *estimates = (
-        figure.reshape(sides.shape) for figure in (state.iterations, state.statuses, *figures[2:])
-    )
-    return x, LeastSquaresSolution(sides.restore(x), norms[0], iterations, statuses, A.matvecs, norms[1], *estimates)
+        figures = [torch.where(problem.active, new, old) for new, old in zip(now, figures, strict=True)]
+        problem.finish(~(residual + misfit + operator_norm + length).isfinite(), Status.NOT_FINITE)
+        problem.finish(misfit <= btol * size + atol * operator_norm * length, Status.CONVERGED)
+        problem.finish(residual <= atol * operator_norm * misfit, Status.CONVERGED)
+        problem.finish(condition_number >= (problem.conlim or math.inf), Status.ILL_CONDITIONED)
+        problem.finish(misfit <= eps / 2 * (size + operator_norm * length), Status.STAGNATED)
+        problem.finish(residual <= eps / 2 * operator_norm * misfit, Status.STAGNATED)
+        problem.finish(condition_number * (eps / 2) >= 1, Status.ILL_CONDITIONED)
+    x = torch.where(problem.broken[:, None], torch.nan, x)
+    residual, misfit = problem.figures(*figures[:2], scaled=True)
+    iterations, statuses, *estimates = problem.figures(problem.iterations, problem.statuses, *figures[2:])
+    value, matvecs = problem.restore(x), A.matvecs
+    return x, LeastSquaresSolution(value, residual, iterations, statuses, matvecs, misfit, *estimates)
 
 
 def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,26 +248,30 @@ def result_length(matvec: Matvec, vectors: Tensor, name: str = "operator") -> tu
         return checked_product(matvec, vectors.detach(), None, name).shape[-1], vectors.shape[:-1].numel()
 
 
-def _gradients(
+def _gradient(
     A: LinearMap,
+    problem: Problem,
     given: tuple[Tensor, Tensor, Tensor | None],
     damp: Tensor,
-    options: LeastSquaresOptions,
     operator_norm: Tensor,
     cotangent: Tensor,
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor]:
-    """b̄, the gradients in the operator's tensors, λ̄ and x̄0, from x, b and x0; see :func:`lsmr`."""
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """p, q, λ̄ and the pairs of vectors of Ā, from x, b and x0; see :func:`lsmr`."""
 
     def solve(vectors: Tensor, damp: Tensor, *, transposed: bool) -> Tensor:
-        _, found = solve_least_squares(A, RightHandSides("x̄", vectors), damp, None, options, transposed=transposed)
-        warn_unless_converged("lsmr", found.statuses, found.residual)
+        backward = problem.again(vectors)
+        _, found = solve_least_squares(A, backward, damp, transposed=transposed)
+        backward.warn_unless_converged(found.residual)
         return found.value
 
     def length(vectors: Tensor) -> Tensor:
         return vector_norm(vectors)[..., None]
 
+    def without_noise(vectors: Tensor, noise: Tensor) -> Tensor:
+        return torch.where(length(vectors) <= noise, 0.0, vectors)
+
     x, b, x0 = given
-    x, b, scale = where_used(cotangent, x.detach(), b, operator_norm.reshape(*x.shape[:-1], 1))
+    x, b, scale = where_used(cotangent, x, b, operator_norm.reshape(*x.shape[:-1], 1))
     d = x if x0 is None else where_used(cotangent, x - x0)[0]
     p = solve(cotangent, damp, transposed=True)
     # A multiplies rows [R, n]
@@ -317,20 +284,16 @@ def _gradients(
         pairs = [(w, r), (x, -p)]
     else:
         undamped = torch.zeros_like(damp)
-        noise = 100 * max(options.atol, options.btol)
+        noise = 100 * max(problem.atol, problem.rtol)
         w = solve(p, undamped, transposed=False)
         pairs = [(w, r), (x, -p)]
         # w and y lie in the ranges of Aᵀ and A. The components of q and r outside of these are separated, unless they
         # are only errors of the solves, which must not be divided by λ².
-        outside = _without_noise(q - squared * w, noise * (length(cotangent) + scale * length(p)))
+        outside = without_noise(q - squared * w, noise * (length(cotangent) + scale * length(p)))
         if bool((outside != 0).any()):
             y = solve(d, undamped, transposed=True)
             pairs.append((outside, y))
             if squared > 0:
-                left = _without_noise(r - squared * y, noise * (length(b) + scale * length(x)))
+                left = without_noise(r - squared * y, noise * (length(b) + scale * length(x)))
                 pairs.append((outside / squared, left))
-    return p, parameter_gradients(A, *pairs), -2 * damp * (w * d).sum(), q
-
-
-def _without_noise(vectors: Tensor, noise: Tensor) -> Tensor:
-    return torch.where(vector_norm(vectors)[..., None] <= noise, 0.0, vectors)
+    return p, q, -2 * damp * (w * d).sum(), pairs

@@ -27,23 +27,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus._memory import budget
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.linalg.arguments import require_count, without_autocast
-from laplace_plus.linalg.linear_maps import Matvec, attach
-from laplace_plus.linalg.lsmr import LeastSquaresOptions, LeastSquaresSolution, lsmr, result_length, solve_least_squares
+from laplace_plus.checks import count, number
+from laplace_plus.linalg.arguments import without_autocast
+from laplace_plus.linalg.linear_maps import Matvec, require_finite
+from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr, result_length, solve_least_squares
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Status
-from laplace_plus.linalg.solving import (
-    RightHandSides,
-    converted,
-    iteration_cap,
-    parameter_gradients,
-    tolerance,
-    warn_unless_converged,
-    where_used,
-)
+from laplace_plus.linalg.solving import Problem, attach_solution, right_sides, where_used
 
 _GRAM_RTOL = 5e-7
 """A Gram matrix in float64 separates singular values down to √eps ≈ 1.5e-8 of the largest from zero; 30 times that."""
@@ -103,84 +94,29 @@ def project_null_space(
         >>> project_null_space(lambda v: v @ A.T, lambda u: u @ A, v).value.round(decimals=4)
         tensor([-1.,  1.,  5.])
     """
-    v = converted(dtype, v)
-    sides = RightHandSides("v", v)
+    v = right_sides("v", v, dtype)
+    n = v.shape[-1]
     m, spent = result_length(matvec, v) if m is None else (m, 0)
-    A = sides.map(matvec, sides.length, m=m, rmatvec=rmatvec, parameters=parameters)
-    default = 1e-12 if v.dtype == torch.float64 else None
-    atol, btol = (default if x is None else x for x in (atol, btol))
-    tolerances = tolerance("atol", atol, v.dtype), tolerance("btol", btol, v.dtype)
-    options = LeastSquaresOptions(*tolerances, conlim, iteration_cap(max_iterations, min(m, sides.length)), progress)
+    options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
+    options["default"] = 1e-12 if v.dtype == torch.float64 else None
+    problem = Problem("project_null_space", v, min(m, n), atol=atol, rtol=btol, **options)
+    A = problem.map(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters)
 
-    def project(sides: RightHandSides) -> tuple[LeastSquaresSolution, Tensor]:
+    def project(problem: Problem) -> tuple[LeastSquaresSolution, Tensor]:
         """Z and P v."""
-        with torch.no_grad():
-            z, found = solve_least_squares(A, sides, sides.rows.new_zeros(()), None, options, transposed=True)
-            return found, sides.restore(sides.rows - A.transposed(z))
+        z, found = solve_least_squares(A, problem, problem.rows.new_zeros(()), transposed=True)
+        return found, problem.restore(problem.rows - A.transposed(z))
 
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> list[Tensor]:
-        assert cotangents[0] is not None
-        cotangent = cotangents[0].contiguous()
-        found, projected = project(RightHandSides("ū", cotangent))
-        warn_unless_converged("project_null_space", found.statuses, found.residual)
-        kept, z_kept = where_used(cotangent, outputs[0], z)
-        return [projected, *parameter_gradients(A, (kept, -found.value), (projected, -z_kept))]
+    def gradient(value: Tensor, cotangent: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        backward = problem.again(cotangent)
+        found, projected = project(backward)
+        backward.warn_unless_converged(found.residual)
+        kept, z_kept = where_used(cotangent, value, z)
+        return [projected], [(kept, -found.value), (projected, -z_kept)]
 
-    found, projected = project(sides)
+    found, projected = project(problem)
     z, matvecs = found.value, A.matvecs + spent
-    (value,) = attach([projected], [v, *A.tensors], pullback)
-    return replace(found, value=value, matvecs=matvecs)
-
-
-class NullSpaceProjector(Operator):
-    """The orthogonal projector onto the null space of an operator, as an operator.
-
-    Args:
-        matvec: The operator A on row-stacked vectors, ``[..., n] -> [..., m]``.
-        rmatvec: Its transpose, or None.
-        shape: ``(m, n)`` of A.
-        dtype: Type of the vectors.
-        device: Device of the vectors.
-        atol, btol, conlim, max_iterations: As for :func:`project_null_space`.
-        parameters: The tensors ``matvec`` depends on; they are not searched.
-
-    Example:
-        >>> A = torch.tensor([[1.0, 1.0, 0.0]])
-        >>> P = NullSpaceProjector(lambda v: v @ A.T, lambda u: u @ A, shape=(1, 3))
-        >>> P(torch.eye(3)).round(decimals=4) + 0.0
-        tensor([[ 0.5000, -0.5000,  0.0000],
-                [-0.5000,  0.5000,  0.0000],
-                [ 0.0000,  0.0000,  1.0000]])
-    """
-
-    symmetric = True
-
-    def __init__(
-        self,
-        matvec: Matvec,
-        rmatvec: Matvec | None,
-        *,
-        shape: tuple[int, int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        atol: float | None = None,
-        btol: float | None = None,
-        conlim: float = 1e8,
-        max_iterations: int | None = None,
-        parameters: Iterable[Tensor] = (),
-    ):
-        self.shape, self.dtype, self.device = (shape[1], shape[1]), dtype, torch.device(device)
-        self._parameters = tuple(parameters)
-        caps: dict[str, Any] = {"atol": atol, "btol": btol, "conlim": conlim, "max_iterations": max_iterations}
-        caps |= {"m": shape[0], "parameters": self._parameters or None}
-        self._project: Callable[..., LeastSquaresSolution] = partial(project_null_space, matvec, rmatvec, **caps)
-
-    def _apply(self, vectors: Tensor) -> Tensor:
-        return self._project(vectors).value
-
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._parameters
+    return replace(found, value=attach_solution(projected, A, [v], gradient), matvecs=matvecs)
 
 
 @dataclass(frozen=True)
@@ -214,10 +150,8 @@ class ProjectionMethod(ABC):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name in ("rtol", "tolerance") and value is not None and not 0 <= value < 1:
-                raise ConfigurationError(f"{name} is out of range.", expected=f"0 <= {name} < 1", got=repr(value))
-            if name == "max_sweeps":
-                require_count(name, value, 1)
+            if name in ("rtol", "tolerance") and value is not None:
+                number(name, value, least=0.0, most=1.0)
 
     @abstractmethod
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
@@ -235,21 +169,14 @@ class SVDProjection(ProjectionMethod):
     Args:
         rtol: Singular values of at most this fraction of the largest count as zero; 1e-12 in float64 and 1e-6 in
             float32 by default.
-        max_entries: Largest m·n for which A is formed; 2 GiB in float64 by default.
     """
 
     rtol: float | None = None
-    max_entries: int = 2**28
 
     @override
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
-        m, n = whole.shape
-        if m * n > self.max_entries:
-            what, expected = "A has too many entries to be a dense matrix.", f"at most {self.max_entries:,} entries"
-            raise ConfigurationError(what, expected=expected, got=f"{m:,} rows of {n:,}", fix='Use projector="lsmr".')
         rows = whole.dense().double()
-        if not kernels.all_finite(rows):
-            raise NonFiniteError("The rows of A are not finite.", expected="finite derivatives", got="NaN or infinity")
+        require_finite("The projection", rows)
         values, basis, by_rows = row_space(rows, _cutoff(self.rtol, whole.dtype))
         scale = float(values.amax()) if len(values) else 1.0
 
@@ -326,12 +253,12 @@ class LSMRProjection(ProjectionMethod):
 
 @dataclass(frozen=True)
 class AutoProjection(ProjectionMethod):
-    """:class:`SVDProjection` where A has few rows or columns and fits into memory, else :class:`LSMRProjection`."""
+    """:class:`SVDProjection` where A has few rows or columns, else :class:`LSMRProjection`."""
 
     @override
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
         m, n = whole.shape
-        small = min(m, n) <= _FEW and m * n <= min(_ENTRIES, budget(whole.device) // 32)
+        small = min(m, n) <= _FEW and m * n <= _ENTRIES
         return (SVDProjection() if small else LSMRProjection()).prepare(whole, parts)
 
 
@@ -354,6 +281,11 @@ class AlternatingProjection(ProjectionMethod):
     max_sweeps: int = 1000
     accelerate: bool = True
     rtol: float | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count("max_sweeps", self.max_sweeps)
 
     @override
     @torch.no_grad()

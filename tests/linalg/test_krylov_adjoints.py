@@ -7,8 +7,7 @@ import torch
 from problems import normal
 from torch import Tensor
 
-from laplace_plus.errors import UnsupportedError
-from laplace_plus.linalg import arnoldi, bidiagonalize, block_lanczos, lanczos
+from laplace_plus.linalg import arnoldi, bidiagonalize, lanczos
 
 float64 = torch.float64
 
@@ -59,34 +58,6 @@ def dense_bidiagonalization(a: Tensor, v: Tensor, depth: int) -> tuple[Tensor, .
     return torch.stack(left), torch.stack(right), torch.stack(alpha), torch.stack(beta), w, 1 / v.norm()
 
 
-def dense_block_lanczos(a: Tensor, x: Tensor, depth: int) -> tuple[Tensor, ...]:
-    def factors(w: Tensor) -> tuple[Tensor, Tensor]:
-        q, r = torch.linalg.qr(w.T)
-        signs = r.diagonal().sign()
-        return (q * signs).T, signs[:, None] * r
-
-    block, start = factors(x)
-    blocks, w = [block], x
-    diagonal, side = [], []
-    for k in range(depth):
-        w = blocks[k] @ a
-        diagonal.append(blocks[k] @ w.T)
-        for _ in range(2):
-            for q in blocks:
-                w = w - (w @ q.T) @ q
-        if k + 1 < depth:
-            block, factor = factors(w)
-            blocks.append(block)
-            side.append(factor)
-    zero = torch.zeros_like(start)
-    rows = [
-        torch.cat([diagonal[i] if i == j else side[j] if i == j + 1 else side[i].T if j == i + 1 else zero
-                   for j in range(depth)], dim=1)
-        for i in range(depth)
-    ]  # fmt: skip
-    return torch.cat(blocks), torch.cat(rows), w, start
-
-
 def relative(x: Tensor, y: Tensor) -> float:
     return float((x - y).norm() / y.norm())
 
@@ -134,18 +105,6 @@ def test_bidiagonalization_against_autograd(m, n, depth, transpose):
     compare(outputs, expected, [a, v], [normal(*x.shape, seed=2) for x in expected])
 
 
-@pytest.mark.parametrize(("p", "depth"), [(1, 5), (2, 1), (2, 6), (3, 4)])
-def test_block_lanczos_against_autograd(p, depth):
-    s, x = normal(24, 24).requires_grad_(), normal(p, 24, seed=1).requires_grad_()
-    found = block_lanczos(lambda y: y @ symmetric(s), x, depth)
-    outputs = (found.vectors, found.matrix, found.residual, found.start)
-    expected = dense_block_lanczos(symmetric(s), x, depth)
-    cotangents = [normal(*y.shape, seed=2) for y in expected]
-    cotangents[1] = cotangents[1].triu(-p).tril(p)  # what lies outside of the band is constant
-    cotangents[3] = cotangents[3].triu()
-    compare(outputs, expected, [s, x], cotangents)
-
-
 def test_gradcheck_in_start_vectors_and_tensors():
     factor, shift = normal(6, 3).requires_grad_(), normal(6, seed=3).exp().requires_grad_()
     v = normal(2, 6, seed=1).requires_grad_()
@@ -165,11 +124,7 @@ def test_gradcheck_in_start_vectors_and_tensors():
         found = bidiagonalize(lambda x: torch.cat([x @ f, d * x], -1), v, 3, m=9, parameters=[f, d])
         return found.left, found.right, found.bidiagonal(), found.residual, found.scale
 
-    def with_block_lanczos(f: Tensor, d: Tensor, v: Tensor):
-        found = block_lanczos(operator(f, d), v, 2, parameters=[f, d])
-        return found.vectors, found.matrix, found.residual, found.start
-
-    for function in (with_lanczos, with_arnoldi, with_bidiagonalization, with_block_lanczos):
+    for function in (with_lanczos, with_arnoldi, with_bidiagonalization):
         assert torch.autograd.gradcheck(function, (factor, shift, v), eps=1e-6, atol=1e-7, fast_mode=True)
 
 
@@ -285,7 +240,6 @@ def test_no_graph_of_a_product_is_stored():
         lambda: lanczos(operator, v, 20).vectors.sum(),
         lambda: bidiagonalize(operator, v, 20, rmatvec=operator).right.sum(),
         lambda: arnoldi(operator, v, 20).vectors.sum(),
-        lambda: block_lanczos(operator, torch.stack([v, v**2]), 10).vectors.sum(),
     ):
         graphs.clear()
         saved.clear()
@@ -302,24 +256,6 @@ def test_no_graph_of_a_product_is_stored():
         assert sum(saved) <= 8 * (4 * 50 * 50 + 10 * 20 * 50)
         value.backward()
         assert s.grad is not None and torch.isfinite(s.grad).all()
-
-
-def test_derivatives_once_a_block_has_shrunk():
-    """tr Sᵀ f(T)₁₁ S is exact in an invariant space, and so is its gradient in the operator."""
-    factor, x = normal(12, 2).requires_grad_(), normal(3, 12, seed=1)
-    a = factor @ factor.T + torch.eye(12, dtype=float64)
-    found = block_lanczos(lambda y: y @ factor @ factor.T + y, x, 4)
-    assert found.block_sizes == (3, 2) and found.converged
-    value = (found.start.T @ torch.linalg.inv(found.matrix)[:3, :3] @ found.start).trace()
-    expected = (x @ torch.linalg.inv(a) @ x.T).trace()
-    torch.testing.assert_close(value, expected)
-    gradients = [torch.autograd.grad(y, factor, retain_graph=True)[0] for y in (value, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
-    with pytest.raises(UnsupportedError):
-        found.vectors.sum().backward()
-    leaf = x.clone().requires_grad_()
-    with pytest.raises(UnsupportedError):
-        block_lanczos(lambda y: y @ factor @ factor.T + y, leaf, 4).matrix.sum().backward()
 
 
 def test_half_precision_vectors_are_differentiated_in_float32():
