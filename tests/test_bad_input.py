@@ -327,76 +327,6 @@ def normalised():
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().eval()
 
 
-def walk():
-    return fit(lp.MetricBNN, n_particles=2, n_steps=2, sampling="exploration")
-
-
-def surface():
-    return lp.geometry.LossLandscape(perceptron(), "classification", [batch()])
-
-
-def never(vectors):
-    raise AssertionError("The operator was called.")
-
-
-MILLION = torch.ones(10**6)
-
-TOO_LARGE = {
-    "draws": lambda fitted: fitted.sample(TRILLION),
-    "samples of outputs": lambda fitted: fitted.predictive(batch()[0], link="mc", n_samples=TRILLION),
-    "sampled networks": lambda fitted: fitted.predictive(batch()[0], method="sampled", n_samples=TRILLION),
-    "functional samples": lambda fitted: fitted.functional_posterior(batch()[0], n_samples=TRILLION),
-    "samples on demand": lambda fitted: fitted.predictive(batch()[0], n_samples=TRILLION).samples,
-    "covariance across inputs": lambda fitted: fitted.predictive(batch()[0][:1].expand(500_000, 4), joint=True),
-    "SampledLaplace": lambda _: fit(lp.SampledLaplace, n_samples=TRILLION),
-    "NullSpace": lambda _: fit(lp.NullSpace, n_samples=TRILLION),
-    "VIKING": lambda _: fit(lp.VIKING, n_samples=TRILLION),
-    "Riemannian": lambda _: fit(lp.Riemannian, n_samples=TRILLION),
-    "MetricBNN": lambda _: fit(lp.MetricBNN, n_particles=TRILLION),
-    "steps": lambda _: fit(lp.MetricBNN, n_steps=TRILLION),
-    "LowRank, probes": lambda _: fit(lp.LowRank, rank=5, remainder_probes=TRILLION),
-    "VIKING, projections": lambda _: fit(lp.VIKING, mode=lp.ELBOTraining(epochs=1, n_projected=TRILLION)),
-    "VIKING, networks": lambda _: fit(lp.VIKING, mode=lp.ELBOTraining(epochs=1, n_samples=TRILLION)),
-    "diffusion": lambda _: fit(lp.Riemannian, n_samples=1, method=lp.Diffusion(n_steps=TRILLION)).sample(1),
-    "extent": lambda _: walk().fit_extent([batch()], n_samples=TRILLION),
-    "bound": lambda _: fit(lp.VariationalLastLayer, bound="mc", n_samples=TRILLION),
-    "members": lambda _: lp.ABNN(normalised(), "classification", n_members=TRILLION).fit([batch()]),
-    "scales": lambda _: (
-        lp.ABNN(normalised(), "classification", epochs=0).fit([batch()]).fit_scale([batch()], n_samples=TRILLION)
-    ),
-    "statistics": lambda _: lp.SWAG(normalised(), "classification", n_snapshots=2, n_members=TRILLION).fit([batch()]),
-    "mixture": lambda fitted: lp.Mixture([fitted] * 2).predictive(batch()[0], method="sampled", n_samples=TRILLION),
-    "influence": lambda fitted: lp.uses.influence(fitted, [batch()], method="covariance", n_samples=TRILLION),
-    "directions": lambda _: lp.constraints.asymmetry(lambda x: x, batch()[0], n_probes=TRILLION),
-    "curvature": lambda _: lp.geometry.estimate_scalar_curvature(surface(), surface().vector, probes=TRILLION),
-    "random vectors": lambda _: lp.linalg.draw_probes("signs", TRILLION, 3),
-    "order": lambda _: lp.linalg.phi(TRILLION)(torch.eye(3)),
-    "bins": lambda _: lp.metrics.expected_calibration_error(torch.full((3, 3), 1 / 3), torch.arange(3), TRILLION),
-    "lanczos": lambda _: linalg.lanczos(never, MILLION, 10**6),
-    "arnoldi": lambda _: linalg.arnoldi(never, MILLION, 10**6),
-    "matrix_function": lambda _: linalg.matrix_function(never, torch.exp, MILLION, depth=10**6),
-    "arnoldi_function": lambda _: linalg.arnoldi_function(never, torch.matrix_exp, MILLION, depth=10**6),
-    "bidiagonalize": lambda _: linalg.bidiagonalize(never, MILLION, 10**6),
-    "block_lanczos": lambda _: linalg.block_lanczos(never, torch.ones(2, 10**6), 10**6),
-    "depth of slq": lambda _: linalg.slq_logdet(never, 10**7, probes=2, depth=4 * 10**6),
-    "slq as exact": lambda _: linalg.slq_logdet(never, 10**6, depth=TRILLION),
-    "exact trace": lambda _: linalg.trace(never, 10**9, matvecs=10**9, dtype=torch.float32),
-    "exact diagonal": lambda _: linalg.diagonal(never, 10**9, matvecs=10**9, dtype=torch.float32),
-    "eigsh": lambda _: linalg.eigsh(lambda v: v, 10**6, 4 * 10**5),
-    "eigsh of all": lambda _: linalg.eigsh(lambda v: v, 10**6, 5 * 10**5),
-    "svds": lambda _: linalg.svds(lambda v: v, 10**6, 4 * 10**5, rmatvec=lambda v: v),
-    "identity": lambda _: linalg.Identity(10**7).dense(),
-    "LowRank": lambda _: lp.LowRank(nn.Linear(1000, 5000, bias=False), "classification", rank=TRILLION),
-}
-
-
-@pytest.mark.parametrize("kind", TOO_LARGE)
-def test_what_no_memory_holds_is_refused_before_it_is_allocated(kind, fitted):
-    with pytest.raises(ConfigurationError) as error:
-        TOO_LARGE[kind](fitted)
-    assert says(error, "GiB", "Fix: ", "fit into memory")
-
-
 def test_a_dense_matrix_that_no_memory_holds_is_refused():
     rows = lp.structured.gram_sum.GramSum(1, 10**6, dtype=torch.float64, device=torch.device("cpu"))
     with pytest.raises(ConfigurationError, match="7,451 GiB"):
@@ -440,9 +370,6 @@ REFUSED = {
     ),
     "loss": lambda fitted: lp.Validation([batch()], loss="accuracy"),
     "temperatures": lambda fitted: fitted.log_marginal_likelihood(temperature=torch.ones(2)),
-    "sampled labels": lambda fitted: lp.Native("ggn_mc", n_samples=TRILLION),
-    "refinements": lambda fitted: lp.MetricBNN(perceptron(), "classification", n_refinements=TRILLION),
-    "chunk": lambda fitted: lp.Riemannian(perceptron(), "classification", chunk_size=10**30),
     "temperature with an axis": lambda fitted: lp.KFAC(perceptron(), "classification", temperature=[2.0]),
     "negative temperature": lambda fitted: fitted.log_marginal_likelihood(temperature=-1.0),
     "optimizer": lambda fitted: lp.train_marginal_likelihood(perceptron(), [batch()], epochs=1, optimizer="adam"),

@@ -9,18 +9,15 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 
 Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
 """Exact generalised Gauss-Newton, its Monte-Carlo estimate, empirical Fisher, or the Hessian."""
-
-_MOST_SAMPLES = 100_000
-"""The exact curvature takes as long as one sampled label for each output, and no network has so many."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -47,8 +44,8 @@ class Backend(ABC):
     supported: ClassVar[frozenset[tuple[str, str]]]
 
     def __init__(self, kind: Kind = "ggn", *, n_samples: int = 1):
-        require_choice("curvature", kind, Kind)
-        require_count("n_samples", n_samples, 1, most=_MOST_SAMPLES)
+        checks.choice("curvature", kind, get_args(Kind))
+        checks.count("n_samples", n_samples, 1)
         self.kind, self.n_samples = kind, n_samples
 
     @abstractmethod

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.output_roots import OutputRoot, exact_root, gradient_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
@@ -34,7 +35,6 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.likelihoods.base import check_outputs
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.network.batches import Batch
@@ -322,9 +322,9 @@ class FisherOperator(_SandwichOperator):
         chunk_size: int = CHUNK_SIZE,
         progress: bool = False,
     ):
-        require_choice("Fisher information", kind, Literal["mc", "empirical"])
-        require_count("n_samples", n_samples, 1)
-        require_count("seed", seed, 0)
+        checks.choice("Fisher information", kind, ["mc", "empirical"])
+        checks.count("n_samples", n_samples, 1)
+        checks.count("seed", seed, 0)
         self.kind, self.n_samples, self.seed = kind, n_samples, seed
         self._ordered = kind == "mc"
         self._drawn: list[Tensor] = []  # of each example, [M, positions, ...]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus._memory import budget, slices
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, DataSums, same_sum
 from laplace_plus.network.capture import capture_batch
@@ -41,7 +41,7 @@ class Stream:
     def __init__(
         self, network: Network | nn.Module, arrange: Any, data: Iterable[Any], chunk_size: int, progress: bool
     ):
-        require_count("chunk_size", chunk_size, 1)
+        checks.count("chunk_size", chunk_size, 1)
         if isinstance(data, Iterator):
             expected = "a loader or a list of batches, since every product takes a pass over it"
             got, fix = f"a {type(data).__name__}", "Pass the DataLoader itself, or list(...) of the batches."

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.linalg.linear_maps import require_finite
 from laplace_plus.linalg.results import jackknife
 
@@ -94,8 +94,8 @@ def estimate_scalar_curvature(
         UnsupportedError: A loss that cannot be differentiated twice.
     """
     surface, n = _Surface(landscape, point), len(point)
-    require_count("probes", probes, 2)
-    require_count("deflate", deflate, 0)
+    checks.count("probes", probes, 2)
+    checks.count("deflate", deflate, 0)
     if deflate > n:
         raise ConfigurationError("deflate is out of range.", expected=f"deflate <= {n}", got=repr(deflate))
     basis = point.new_zeros(0, n)

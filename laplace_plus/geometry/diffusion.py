@@ -21,17 +21,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus import linalg
+from laplace_plus import checks, linalg
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.integration import PathStatus
 from laplace_plus.geometry.loss import LossLandscape
-from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import require_finite
 from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
 from laplace_plus.linalg.operators import Operator
@@ -74,11 +73,11 @@ class Diffusion:
     rtol: float | None = None
 
     def __post_init__(self) -> None:
-        require_choice("kind", self.kind, Kind)
-        require_choice("scheme", self.scheme, Scheme)
-        require_choice("backend", self.backend, Backend)
-        require_count("n_steps", self.n_steps, 1)
-        require_count("rank", self.rank, 1)
+        checks.choice("kind", self.kind, get_args(Kind))
+        checks.choice("scheme", self.scheme, get_args(Scheme))
+        checks.choice("backend", self.backend, get_args(Backend))
+        checks.count("n_steps", self.n_steps, 1)
+        checks.count("rank", self.rank, 1)
         if self.rtol is not None and not 0 <= self.rtol < 1:
             raise ConfigurationError("rtol is out of range.", expected="0 <= rtol < 1", got=repr(self.rtol))
         if self.kind != "kernel" and self.backend in _PROJECTIONS:
@@ -126,7 +125,7 @@ def diffuse(
     Raises:
         ConfigurationError: Another scheme.
     """
-    require_choice("scheme", scheme, Scheme)
+    checks.choice("scheme", scheme, get_args(Scheme))
     ends, n_steps = [], noise.shape[1]
     path = torch.full_like(noise, float("nan")) if keep_path else None
     for sample, steps in enumerate(noise / n_steps**0.5):

@@ -74,7 +74,6 @@ def arnoldi(
     depth: int,
     *,
     rmatvec: Matvec | None = None,
-    reproject: bool = True,
     parameters: Iterable[Tensor] | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
@@ -90,8 +89,6 @@ def arnoldi(
         v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
         depth: K, from 1 to n.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        reproject: Whether the derivative enforces the constraints of exact arithmetic. This costs two more products
-            with Q per step; without it the derivative is wrong for ill-conditioned Krylov spaces.
         parameters: The tensors to differentiate in, where they cannot be found from the operator.
         tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
             default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
@@ -109,9 +106,9 @@ def arnoldi(
         >>> result.hessenberg.tolist(), result.converged
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
-    start = _start(v, depth, dtype)
+    start = _start(v, depth, dtype, tolerance)
     space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
-    return ArnoldiDecomposition(*decomposition(space, start, depth, reproject))
+    return ArnoldiDecomposition(*decomposition(space, start, depth))
 
 
 @without_autocast
@@ -146,15 +143,15 @@ def lanczos(
         >>> [round(x, 6) for x in torch.linalg.eigvalsh(result.tridiagonal()).tolist()]
         [1.0, 2.0, 4.0]
     """
-    start = _start(v, depth, dtype)
+    start = _start(v, depth, dtype, tolerance)
     space = KrylovSpace(
         matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
     )
     return LanczosDecomposition(*decomposition(space, start, depth))
 
 
-def _start(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
-    start = start_vectors(v, depth, dtype)
+def _start(v: Tensor, depth: int, dtype: torch.dtype | None, tolerance: float | None) -> Tensor:
+    start = start_vectors(v, depth, dtype, tolerance)
     if depth > start.shape[-1]:
         what, expected = "A Krylov space has at most n dimensions.", f"depth <= {start.shape[-1]}"
         raise ConfigurationError(what, expected=expected, got=f"depth = {depth}")
@@ -162,7 +159,7 @@ def _start(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
 
 
 def decomposition(
-    space: KrylovSpace, start: Tensor, depth: int, reproject: bool = True
+    space: KrylovSpace, start: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
     """The fields of an :class:`ArnoldiDecomposition`, after a space was extended."""
     space.extend(depth)
@@ -170,7 +167,7 @@ def decomposition(
     outputs = [x.reshape((*shape, *x.shape[1:])) for x in (space.vectors, space.matrix, space.residual, space.norm)]
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        gradient, gradients = krylov_pullback(operator, outputs, cotangents, rank=rank, reproject=reproject)
+        gradient, gradients = krylov_pullback(operator, outputs, cotangents, rank)
         return gradient.reshape(start.shape).to(start.dtype), *gradients
 
     vectors, matrix, residual, norm = attach(outputs, [start, *operator.tensors], pullback)

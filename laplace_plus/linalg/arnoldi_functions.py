@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_plus._memory import require_free
+from laplace_plus.checks import count
 from laplace_plus.errors import OperatorError
-from laplace_plus.linalg.arguments import require_count, require_tolerance, start_vectors, without_autocast
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, decomposition
 from laplace_plus.linalg.krylov import KrylovSpace
 from laplace_plus.linalg.linear_maps import Matvec
@@ -72,8 +72,7 @@ def arnoldi_function(
         >>> found.value.round(decimals=4), found.converged  # cos 1 and sin 1
         (tensor([0.5403, 0.8415]), True)
     """
-    require_tolerance(tolerance=tolerance)
-    start = start_vectors(v, depth, dtype)
+    start = start_vectors(v, depth, dtype, tolerance)
     cap = min(depth if tolerance is None else cap, start.shape[-1])
     space, depth = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters), min(depth, cap)
     while True:
@@ -107,12 +106,10 @@ def phi(order: int) -> MatrixFunction:
 
     It is a block of the exponential of an augmented matrix (A. H. Al-Mohy and N. J. Higham, 2011).
     """
-    require_count("order", order, 0)
+    count("order", order, 0)
 
     def evaluate(matrix: Tensor) -> Tensor:
         n = len(matrix)
-        size = 4 * ((order + 1) * n) ** 2 * matrix.element_size()
-        require_free(size, f"The exponential for order {order}", matrix.device, "Take a lower order.")
         links = torch.diag(matrix.new_ones(order * n), n) if order else 0.0
         augmented = torch.block_diag(matrix, matrix.new_zeros(order * n, order * n)) + links
         return torch.linalg.matrix_exp(augmented)[:n, order * n :]

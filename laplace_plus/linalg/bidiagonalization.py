@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, orthogonalize, vector_norm
-from laplace_plus.linalg.arguments import empty, start_vectors, without_autocast
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import (
     breakdown_limit,
     combine,
@@ -109,7 +109,7 @@ def bidiagonalize(
         >>> [round(float(s), 6) for s in torch.linalg.svdvals(result.bidiagonal())]
         [6.708204, 2.236068]
     """
-    start = start_vectors(v, depth, dtype)
+    start = start_vectors(v, depth, dtype, tolerance)
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else start.shape[-1]
     operator = LinearMap(
@@ -136,7 +136,7 @@ def _golub_kahan(
     batch, n = start.shape
     limit = breakdown_limit(tolerance, start.dtype)
     norm = vector_norm(start)
-    left, right = (empty(start, batch, depth, length).zero_() for length in (operator.m, n))
+    left, right = (start.new_zeros(batch, depth, length) for length in (operator.m, n))
     small = start.new_zeros(batch, depth, depth + 1)
     residual, largest, adjointness = torch.zeros_like(start), torch.zeros_like(norm), torch.zeros_like(norm)
     active = torch.ones_like(norm, dtype=torch.bool)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.linalg.arguments import empty, require_count, require_tolerance, working_type
+from laplace_plus.checks import count
+from laplace_plus.linalg.arguments import check_tolerances, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, attach_one, require_finite
 from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.results import Estimate, standard_error
@@ -41,16 +42,16 @@ class Estimator(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        require_count("n", operator.n, 1)
+        count("n", operator.n)
         self.sample, self.operator, self.generator, self.dtype, self.device = sample, operator, generator, dtype, device
         self.kind = kind or type(self).kind
         self.wide = working_type(dtype)
         self.probes = torch.empty(0, operator.n, dtype=self.wide, device=device)
 
-    def draw(self, count: int) -> Tensor:
-        """Probes ``[count, n]`` in the type of the recurrences, rounded to that of the operator."""
+    def draw(self, m: int) -> Tensor:
+        """Probes ``[m, n]`` in the type of the recurrences, rounded to that of the operator."""
         n, dtype, device = self.operator.n, self.dtype, self.device
-        return draw_probes(self.kind, count, n, generator=self.generator, dtype=dtype, device=device).to(self.wide)
+        return draw_probes(self.kind, m, n, generator=self.generator, dtype=dtype, device=device).to(self.wide)
 
     def multiply(self, vectors: Tensor, *, transposed: bool = False) -> Tensor:
         """``A v`` or ``Aᵀ v``, checked for NaN, which later decompositions might hide."""
@@ -80,10 +81,10 @@ class Estimator(ABC):
         """
         operator, n = self.operator, self.operator.n
         fix = f"{name} needs {self.fewest}, or n for the exact result."
-        require_count("matvecs", matvecs, min(self.fewest, n), fix)
-        require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
+        count("matvecs", matvecs, min(self.fewest, n), fix)
+        check_tolerances(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
         cap = 20 * matvecs if cap is None else cap
-        require_count("cap", cap, matvecs)
+        count("cap", cap, matvecs)
         exact, ended = matvecs >= n, False
         while not (exact or ended):
             self.add(matvecs)
@@ -96,7 +97,7 @@ class Estimator(ABC):
             # n products are exact: spend them once another batch costs as much, and before the cap forbids it
             exact = not ended and n <= rest and (operator.matvecs + matvecs >= n or rest < n + matvecs)
         if exact:
-            identity = torch.eye(n, out=empty(self.probes, n, n))
+            identity = torch.eye(n, dtype=self.wide, device=self.device)
             value = self.sample(identity, self.multiply(identity)).sum(0)
             sem, met = torch.zeros_like(value), True
 

@@ -9,9 +9,8 @@ A decomposition ``A Q = Q H + R Eᵀ`` with orthonormal Q is defined by its equa
 system of these equations (N. Krämer, P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of functions of large
 matrices", NeurIPS 2024): K transposed products and one vector–Jacobian product in the operator's tensors.
 
-With the p start vectors as additional columns, ``[X  A Q_{K}] = Q H⁺ + …``. The extended matrix ``H⁺ = [S H]`` is upper
-trapezoidal: for p = 1 (Arnoldi, Lanczos) it holds the norm of the start vector and a Hessenberg matrix, for p > 1 a
-band matrix. The multipliers Λ of these columns follow from one recurrence, from the last column to the first.
+With the start vector as an additional column, ``[x  A Q] = Q H⁺ + …``, where ``H⁺ = [‖x‖ e₁  H]`` is upper trapezoidal.
+The multipliers Λ of these columns follow from one recurrence, from the last column to the first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.nn.functional import pad
 
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, orthogonalize, three_term_update, vector_norm
-from laplace_plus.linalg.arguments import empty, require_tolerance, working_type
+from laplace_plus.linalg.arguments import working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
 from laplace_plus.linalg.results import agreement
 
@@ -116,13 +115,13 @@ class KrylovSpace:
         """Continue to the given depth, at most n, with one synchronisation with the device at the end.
 
         OperatorError for a start vector of zero, or an operator that is not symmetric; NonFiniteError for NaN or
-        infinity; ConfigurationError for a basis that does not fit into memory.
+        infinity.
         """
         self.requested = depth = min(depth, self.operator.n)
         if self.complete or depth <= self.depth:
             return
         done = self._basis.shape[1]
-        basis = empty(self._basis, len(self._basis), depth, self.operator.n)
+        basis = self._basis.new_empty(len(self._basis), depth, self.operator.n)
         basis[:, :done], self._basis = self._basis, basis
         self._hessenberg = hessenberg = pad(self._hessenberg, (0, depth - done, 0, depth - done))
         for k in range(done, depth):
@@ -177,8 +176,7 @@ def invariant(size: Tensor, small: Tensor) -> Tensor:
 
 
 def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:
-    """The checked relative size below which a new vector is rounding error: ten times machine epsilon by default."""
-    require_tolerance(tolerance=tolerance)
+    """The relative size below which a new vector is rounding error: ten times machine epsilon by default."""
     return 10 * torch.finfo(dtype).eps if tolerance is None else tolerance
 
 
@@ -205,63 +203,52 @@ def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
 
 
 def krylov_pullback(
-    operator: LinearMap,
-    outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    *,
-    rank: Tensor | None = None,
-    width: int = 1,
-    reproject: bool = True,
+    operator: LinearMap, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], rank: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Pull cotangents of a Krylov decomposition back to its start vectors ``[batch, p, n]`` and the operator's tensors.
+    """Pull cotangents of a Krylov decomposition back to its start vectors ``[batch, n]`` and the operator's tensors.
+
+    The multipliers are re-projected, so that ``Q Λ = H̄``, which the exact adjoint fulfils. Without that, errors grow
+    like the condition number of the Krylov matrix.
 
     Args:
         operator: The operator.
-        outputs: Q ``[..., K, n]``, H ``[..., K, K]``, the last p columns of ``A Q − Q H`` as ``[..., p, n]``, and S
-            ``[..., p, p]`` with ``X = Q_1 S``; for p = 1 also ``[..., n]`` and ``[...]``.
+        outputs: Q ``[..., K, n]``, H ``[..., K, K]``, the last column of ``A Q − Q H`` as ``[..., n]``, and the norm of
+            the start vector ``[...]``.
         cotangents: One for each of these, or None.
-        rank: ``[batch]``, the length of each decomposition, where they differ (for p = 1).
-        width: p.
-        reproject: Whether to enforce ``Q Λ = H̄``, which the exact adjoint fulfils. Without it errors grow like the
-            condition number of the Krylov matrix.
+        rank: ``[batch]``, the length of each decomposition.
     """
-    (depth, n), p = outputs[0].shape[-2:], width
-    shapes = [(-1, depth, n), (-1, depth, depth), (-1, p, n), (-1, p, p)]
-    (vectors, matrix, residuals, start), given = flattened(outputs, cotangents, shapes)
-    vectors_, matrix_, residuals_, start_ = given
+    depth, n = outputs[0].shape[-2:]
+    shapes = [(-1, depth, n), (-1, depth, depth), (-1, n), (-1,)]
+    (vectors, matrix, residual, norm), given = flattened(outputs, cotangents, shapes)
+    vectors_, matrix_, residual_, norm_ = given
     if operator.symmetric:
-        matrix_ = ((matrix_ + matrix_.mT) / 2).tril(p)
-    extended = torch.cat([pad(start, (0, 0, 0, depth - p)), matrix], -1)
-    extended_ = torch.cat([pad(start_, (0, 0, 0, depth - p)), matrix_], -1).triu()
-    batch, device = len(vectors), vectors.device
-    rank = torch.full((batch,), depth, device=device) if rank is None else rank
+        matrix_ = ((matrix_ + matrix_.mT) / 2).tril(1)
+    extended, extended_ = (
+        torch.cat([pad(first[:, None, None], (0, 0, 0, depth - 1)), square], -1)
+        for first, square in ((norm, matrix), (norm_, matrix_))
+    )
     # entries beyond the rank of a decomposition are constant
-    inside = torch.arange(depth, device=device) < rank[:, None]
+    inside = torch.arange(depth, device=vectors.device) < rank[:, None]
     vectors_ = vectors_ * inside[..., None]
-    extended_ = extended_ * (inside[..., None] & pad(inside, (p, 0), value=True)[:, None])
-    last = rank[:, None] + torch.arange(p, device=device)  # the columns of the last p products
-    eta = extended_.gather(-1, last[:, None].expand(batch, depth, p)) - inner_products(vectors, residuals_)
-    multipliers = vectors.new_zeros(batch, p + depth, n)
-    multipliers.scatter_(1, last[..., None].expand(batch, p, n), residuals_ + eta.mT @ vectors)
+    extended_ = extended_.triu() * (inside[..., None] & pad(inside, (1, 0), value=True)[:, None])
+    batch, last = len(vectors), rank[:, None, None]  # the column of the last product
+    eta = extended_.gather(-1, last.expand(batch, depth, 1))[..., 0] - coordinates(vectors, residual_)
+    multipliers = vectors.new_zeros(batch, 1 + depth, n)
+    multipliers.scatter_(1, last.expand(batch, 1, n), (residual_ + combine(eta, vectors))[:, None])
     pi = extended @ extended_.mT - inner_products(vectors_, vectors)
     gamma = torch.zeros_like(pi)
-    transposed = residuals
-    for k in reversed(range(-1, depth)):
-        if k % p == p - 1:  # p columns are known at a time
-            for j in range(k + 1, k + 1 + p):
-                if reproject:
-                    multipliers[:, j] = reprojected(multipliers[:, j], vectors, extended_[..., j], j + 1)
-            if k < 0:
-                break
-            known = multipliers[:, k + 1 : k + 1 + p].reshape(batch * p, n)
-            transposed = operator.transposed(known).reshape(batch, p, n)
-        product = transposed[:, k % p]
-        both = orthonormality_row(gamma, pi, vectors, product, k)
-        stop = min(k + 2 * p + 1, p + depth) if operator.symmetric else p + depth
-        xi = vectors_[:, k] + combine(eta[:, k], residuals) + combine(both, vectors) + product
-        xi = xi - combine(extended[:, k, k + 1 : stop], multipliers[:, k + 1 : stop])
-        multipliers[:, k] = torch.where(inside[:, k, None], xi / extended[:, k, k, None], multipliers[:, k])
-    return multipliers[:, :p], operator.parameter_pullback(vectors, multipliers[:, p:])
+    for k in reversed(range(depth + 1)):
+        multipliers[:, k] = multiplier = reprojected(multipliers[:, k], vectors, extended_[..., k], k + 1)
+        if k == 0:
+            break
+        product, row = operator.transposed(multiplier), k - 1
+        both = orthonormality_row(gamma, pi, vectors, product, row)
+        stop = min(k + 2, depth + 1) if operator.symmetric else depth + 1
+        xi = vectors_[:, row] + eta[:, row, None] * residual + combine(both, vectors) + product
+        xi = xi - combine(extended[:, row, k:stop], multipliers[:, k:stop])
+        xi = xi / extended[:, row, row, None]
+        multipliers[:, row] = torch.where(inside[:, row, None], xi, multipliers[:, row])
+    return multipliers[:, 0], operator.parameter_pullback(vectors, multipliers[:, 1:])
 
 
 def flattened(

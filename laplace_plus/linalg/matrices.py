@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.arguments import empty
 from laplace_plus.linalg.linear_maps import attach_one, checked_product, leaves
 from laplace_plus.linalg.operators import Operator, require_alike, unique
 
@@ -85,7 +84,7 @@ class Diagonal(Operator):
 
     @override
     def dense(self) -> Tensor:
-        return empty(self.entries, *self.shape).zero_().diagonal_scatter(self.entries)
+        return self.entries.new_zeros(self.shape).diagonal_scatter(self.entries)
 
     @override
     def diagonal(self, *, limit: int | None = 2**15) -> Tensor:

@@ -11,19 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from laplace_plus.checks import choice, count
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.arguments import (
-    require_choice,
-    require_count,
-    require_tolerance,
-    start_vectors,
-    without_autocast,
-)
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.linear_maps import Matvec, attach_one
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, divided_differences
 
@@ -183,10 +178,9 @@ def _evaluate(
     them. ``pullback`` takes the spaces, the start vectors, the coordinates and a cotangent ``[batch, ...]``, and gives
     the gradients in v and in A's tensors.
     """
-    require_count("cap", cap, 1)
-    require_tolerance(tolerance=tolerance)
-    require_choice("gradient", gradient, KrylovGradient)
-    start = start_vectors(v, depth, dtype)
+    count("cap", cap)
+    choice("gradient", gradient, get_args(KrylovGradient))
+    start = start_vectors(v, depth, dtype, tolerance)
     space = SpectralSpace(matvec, start, parameters=parameters)
     limit = torch.finfo(space.vectors.dtype).eps ** 0.5 if tolerance is None else tolerance
     cap = depth if tolerance is None else cap

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from laplace_plus.checks import count
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.arguments import require_count, without_autocast, working_type
+from laplace_plus.linalg.arguments import without_autocast, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.sketches import frobenius_norm, symmetric_core
@@ -121,8 +122,8 @@ def nystrom(
         >>> nystrom(lambda v: v @ matrix, 4, 2, generator=torch.Generator().manual_seed(0)).values.round(decimals=3)
         tensor([3., 2.])
     """
-    require_count("n", n, 1)
-    require_count("rank", rank, 1)
+    count("n", n)
+    count("rank", rank)
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
     wide = working_type(dtype)

@@ -12,22 +12,15 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import chunk_bytes, slices
+from laplace_plus.checks import choice, count
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import inner, orthogonalize, vector_norm
-from laplace_plus.linalg.arguments import (
-    empty,
-    require_choice,
-    require_count,
-    require_tolerance,
-    without_autocast,
-    working_type,
-)
+from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
 from laplace_plus.linalg.krylov import product_length
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.operators import Operator
@@ -35,6 +28,9 @@ from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.solving import require_adjoint
 
 Which = Literal["largest", "smallest", "magnitude"]
+
+_COLUMNS = 2**14
+"""Entries of each vector that a restart combines at a time, for which it needs no second basis."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def eigsh(
         >>> [round(x, 6) for x in result.values.tolist()], result.converged
         ([3.0, 3.0], True)
     """
-    require_choice("which", which, Which)
+    choice("which", which, get_args(Which))
     search = _ThickRestart("eigsh", matvec, n, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=search.dtype)
     level = search.level
@@ -267,13 +263,13 @@ class _ThickRestart:
         device: torch.device | str | None,
     ):
         for name, value, least in (("n", n, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
-            require_count(name, value, least)
+            count(name, value, least)
         if k > size:
             raise ConfigurationError(f"{method} gives at most {size} values.", expected=f"k <= {size}", got=f"k = {k}")
         self._subspace = max(2 * k + 1, k + 20) if subspace is None else subspace
         self._method, self._k, self._restarts = method, k, max_restarts
-        require_count("subspace", self._subspace, k + 2)
-        require_tolerance(tolerance=tolerance)
+        count("subspace", self._subspace, k + 2)
+        check_tolerances(tolerance=tolerance)
         if v0 is not None:
             if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
                 what, expected = "v0 is not a start vector.", f"a floating-point tensor [{size}] other than zero"
@@ -312,7 +308,7 @@ class _ThickRestart:
 
     def _solve_whole(self) -> None:
         """Find the pairs from products with all unit vectors at once, as many as an iteration would take."""
-        matrix = self._product(torch.eye(len(self.start), out=empty(self.start, len(self.start), len(self.start))))
+        matrix = self._product(torch.eye(len(self.start)).to(self.start))
         lengths = product_length(matrix)
         require_finite("The search for eigenpairs", lengths)
         self.norm = float(lengths.max())
@@ -337,7 +333,7 @@ class _ThickRestart:
         known, n = self.vectors.shape
         free = n - known
         k, size = min(k, free), min(self._subspace, free)
-        basis = empty(start, known + size, n).zero_()
+        basis = start.new_zeros(known + size, n)
         basis[:known] = self.vectors
         # Q A Qᵀ: on and above the diagonal from products, below it as it follows from symmetry.
         matrix = start.new_zeros(size + 1, size)
@@ -378,8 +374,8 @@ class _ThickRestart:
             self._restarts -= 1
             kept = min(k + (size - k) // 2, size - 1)
             turn = vectors[:, :kept].to(basis).T
-            for part in slices(n, size * basis.element_size(), chunk_bytes(basis.device, of_caches=8)):  # in place
-                basis[known : known + kept, part] = turn @ basis[known:, part]
+            for columns in basis[known:].split(_COLUMNS, 1):  # in place
+                columns[:kept] = turn @ columns
             matrix.zero_()
             matrix[:kept, :kept] = torch.diag(values[:kept]).to(basis)
             matrix[kept, :kept] = beta * vectors[-1, :kept].to(basis)

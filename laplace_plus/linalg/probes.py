@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import require_free
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.arguments import require_choice, require_count, require_generator, working_type
+from laplace_plus.linalg.arguments import working_type
 
 Probes = Literal["signs", "sphere", "gaussian"]
 """Distributions of test vectors ω with E[ω ωᵀ] = I: random signs, uniform on the sphere of radius √n, normal."""
@@ -38,17 +38,15 @@ def draw_probes(
         ``[count, n]``.
 
     Raises:
-        ConfigurationError: Another kind, a type that is not real floating-point, or more than fits into memory.
+        ConfigurationError: Another kind, or a type that is not real floating-point.
     """
-    require_choice("probes", kind, Probes)
-    require_count("count", count, 0)
-    require_generator(generator)
+    checks.choice("probes", kind, get_args(Probes))
+    checks.count("count", count, 0)
+    checks.generator(generator)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not dtype.is_floating_point:
         raise ConfigurationError("Probes need a real floating-point type.", expected="such a dtype", got=str(dtype))
     source = device if generator is None else generator.device
-    what, where = f"{count} random vectors of {n} entries", torch.empty(0, device=source).device
-    require_free(8 * count * n, what, where, "Take fewer.")
     wide = working_type(dtype)
     if kind == "signs":
         signs = torch.randint(0, 2, (count, n), generator=generator, device=source)

@@ -100,9 +100,9 @@ class SpectralSpace(KrylovSpace):
             self.operator,
             (self.vectors, self.matrix, self.residual, self.norm),
             (vectors_, matrix_, None, norm_),
-            rank=self.rank,
+            self.rank,
         )
-        return gradient[:, 0], gradients
+        return gradient, gradients
 
 
 def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:

@@ -11,21 +11,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
+from typing import TypedDict, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.linalg.arguments import (
-    empty,
-    require_choice,
-    require_count,
-    require_tolerance,
-    without_autocast,
-    working_type,
-)
+from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
 from laplace_plus.linalg.krylov import require_symmetric
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach_one, number_type, require_finite
 from laplace_plus.linalg.matrix_functions import KrylovGradient
@@ -177,10 +171,10 @@ def slq_trace(
     """
     counts = {"n": n, "probes": probes, "depth": depth, "cap": cap, "depth_cap": depth_cap}
     for name, count in (counts if batch is None else counts | {"batch": batch}).items():
-        require_count(name, count, 1)
-    require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
-    require_choice("gradient", gradient, KrylovGradient)
-    require_choice("probes", distribution, Probes)
+        checks.count(name, count)
+    check_tolerances(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
+    checks.choice("gradient", gradient, get_args(KrylovGradient))
+    checks.choice("probes", distribution, get_args(Probes))
     dtype, device = number_type(matvec, dtype, device)
     wide, parameters = working_type(dtype), None if parameters is None else tuple(parameters)
     dense = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
@@ -233,7 +227,7 @@ def slq_trace(
 
 def _exact(operator: LinearMap, f: SpectralFunction, like: Tensor, spent: int) -> Estimate:
     """The trace from the eigendecomposition of the dense matrix, from products with vectors like the given one."""
-    identity, wide = torch.eye(operator.n, out=empty(like, operator.n, operator.n)), working_type(like.dtype)
+    identity, wide = torch.eye(operator.n).to(like), working_type(like.dtype)
     matrix = operator(identity).double()
     require_finite("The operator", matrix)
     require_symmetric(matrix, identity.dtype)

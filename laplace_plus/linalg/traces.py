@@ -15,13 +15,14 @@ bases held fixed. It is unbiased as well, and takes one batched vector–Jacobia
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.linalg.arguments import require_choice, without_autocast
+from laplace_plus.checks import choice
+from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.estimators import Estimator, Hutchinson, SketchEstimator
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type
 from laplace_plus.linalg.probes import Probes
@@ -103,7 +104,7 @@ def trace(
         >>> abs(estimate.value.item() - 2) < 1e-4
         True
     """
-    require_choice("trace method", method, TraceMethod)
+    choice("trace method", method, get_args(TraceMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, parameters=parameters, dtype=dtype)
     estimator = _ESTIMATORS[method](_dots, operator, distribution, generator, dtype, device)
@@ -158,7 +159,7 @@ def diagonal(
         >>> torch.allclose(estimate.value, matrix.diagonal(), atol=1e-5)
         True
     """
-    require_choice("diagonal method", method, DiagonalMethod)
+    choice("diagonal method", method, get_args(DiagonalMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters, dtype=dtype)
     kind = _XDiag if method == "xdiag" else Hutchinson

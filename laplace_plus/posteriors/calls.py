@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, EmptyDataError, UnsupportedError
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network.batches import batch_size, describe, inputs_of
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.loading import rebuilt
@@ -51,7 +51,7 @@ class Called(Predicting):
             EmptyDataError: No batch came.
             DataError: One batch in place of a loader, or batches whose outputs differ in shape.
         """
-        require_generator(generator)
+        checks.generator(generator)
         if isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable) or options.get("joint"):
             what, got = "predict takes a loader, batch by batch.", describe(data)
             raise DataError(what, got=got, fix="Call posterior(x), for joint predictions with joint=True.")

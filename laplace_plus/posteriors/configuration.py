@@ -25,7 +25,6 @@ from laplace_plus.errors import (
     unknown_option,
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network.network import Network, exact_arithmetic, turn
 from laplace_plus.network.selection import Selection
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
@@ -45,7 +44,7 @@ def full_precision(method: Method) -> Method:
         if self.network.kept.get("inside") == get_ident():  # another public method of this thread
             return method(self, *args, **kwargs)
         if kwargs.get("generator") is not None:
-            require_generator(kwargs["generator"])
+            checks.generator(kwargs["generator"])
         context = exact_arithmetic(self.network, self._memory_budget)
         try:
             with context:

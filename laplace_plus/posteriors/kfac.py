@@ -10,7 +10,6 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.curvature import Backend, KroneckerStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -89,9 +88,9 @@ class KFAC(GaussianPosterior):
                 expected='output_factor="auto" or "dense" with eigenvalue_corrected=True',
                 got='"diagonal"',
             )
-        require_count("dense_limit", dense_limit, 0)
+        checks.count("dense_limit", dense_limit, 0)
         if factor_rank is not None:
-            require_count("factor_rank", factor_rank, 1)
+            checks.count("factor_rank", factor_rank, 1)
             if eigenvalue_corrected:
                 what, got = "Eigenvalues are corrected in the basis of whole factors.", f"factor_rank={factor_rank}"
                 raise ConfigurationError(what, expected="factor_rank=None with eigenvalue_corrected=True", got=got)

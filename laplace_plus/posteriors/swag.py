@@ -29,7 +29,6 @@ from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import forward_parts, whole_layout
 from laplace_plus.network.linearization import ADModes
@@ -133,7 +132,7 @@ class SWAG(Posterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        require_count("rank", rank, 0)
+        checks.count("rank", rank, 0)
         checks.count("n_members", n_members)
         if scale is not None:
             checks.positive("scale", scale)

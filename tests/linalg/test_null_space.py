@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError, OperatorError
-from laplace_plus.linalg.null_space import NullSpaceProjector, project_null_space
+from laplace_plus.linalg.null_space import project_null_space
 
 EXACT = {"atol": 1e-14, "btol": 1e-14}
 
@@ -74,23 +74,6 @@ def test_a_zero_operator_is_the_identity_and_has_a_gradient() -> None:
     value = project(A, v)
     value.sum().backward()
     assert torch.equal(value, v) and (v.grad == 1).all()
-
-
-def test_the_projector_is_an_operator() -> None:
-    A = conditioned(3, 6).requires_grad_()
-    P = NullSpaceProjector(
-        lambda x: x @ A.mT, lambda u: u @ A, shape=(3, 6), dtype=torch.float64, parameters=[A], **EXACT
-    )
-    v = normal(4, 6, seed=1)
-    assert P.shape == (6, 6) and P.T is P and P.symmetric and P.tensors() == (A,)
-    torch.testing.assert_close(P(v), project(A, v), rtol=0, atol=1e-12)
-    u = normal(4, 6, seed=2)
-    expected = torch.autograd.grad((project(A, v, **EXACT) * u).sum(), A)[0]
-    torch.testing.assert_close(torch.autograd.grad(P(v), A, u)[0], expected, rtol=1e-9, atol=1e-11)
-    with pytest.raises(OperatorError):
-        P(v.float())
-    with pytest.raises(TypeError, match="tolerance"):
-        NullSpaceProjector(lambda x: x @ A.mT, None, shape=(3, 6), tolerance=1e-3)
 
 
 def test_bad_arguments() -> None:

@@ -163,10 +163,10 @@ def test_an_operator_that_is_not_symmetric() -> None:
     A = DEFINITE + torch.triu(torch.ones(N, N, dtype=torch.float64))
     for b in (normal(N, seed=1), normal(2, N, seed=1)):
         with pytest.raises(OperatorError, match="symmetric"):
-            solver(lambda v: v @ A.mT, b)
+            cg(lambda v: v @ A.mT, b)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        solver(lambda v: v @ A.mT, normal(N), check_symmetry=False, max_iterations=3)
+        cg(lambda v: v @ A.mT, normal(N), check_symmetry=False, max_iterations=3)
 
 
 @pytest.mark.parametrize("solve", [by_lsmr, by_projection])
@@ -194,6 +194,6 @@ def test_an_operator_may_return_its_input(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
 def test_absolute_tolerances(shape: tuple[int, ...]) -> None:
     b = 100 * normal(*shape, seed=1)
-    loose, tight = (solver(lambda v: v @ DEFINITE, b, rtol=0.0, atol=atol) for atol in (1.0, 1e-6))
+    loose, tight = (cg(lambda v: v @ DEFINITE, b, rtol=0.0, atol=atol) for atol in (1.0, 1e-6))
     assert loose.converged and tight.converged and (loose.iterations < tight.iterations).all()
     assert 1e-3 < loose.residual.max() <= 1 and tight.residual.max() <= 1e-6

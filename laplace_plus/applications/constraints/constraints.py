@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.applications.constraints.correcting import Constraint, FunctionalModel
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Estimate, draw_probes
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network.batches import describe
 
 Function = Callable[[Tensor], Tensor]
@@ -77,7 +77,7 @@ class conservative:
     """
 
     def __init__(self, n_probes: int = 1, generator: torch.Generator | None = None):
-        require_count("n_probes", n_probes, 1)
+        checks.count("n_probes", n_probes, 1)
         self._n, self._generator = n_probes, generator
 
     def draw(self, points: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.applications.constraints.correcting import (
     Constraint,
     Correction,
@@ -20,7 +21,6 @@ from laplace_plus.applications.constraints.correcting import (
 )
 from laplace_plus.applications.constraints.sparsity import Sparse
 from laplace_plus.errors import ConfigurationError, UnsupportedError, warn
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network import batches
 from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.network import Network, exact_arithmetic
@@ -75,7 +75,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
             got = f"{type(optimizer).__name__}, {type(constraint).__name__}, {rate}"
             raise ConfigurationError("The arguments do not fit.", expected=expected, got=got)
         for name, number, least in ("warm_up", warm_up, 0), ("every", every, 1), ("max_iterations", max_iterations, 1):
-            require_count(name, number, least)
+            checks.count(name, number, least)
         if isinstance(optimizer, torch.optim.LBFGS):
             what = "A corrected gradient is not that of any loss, which LBFGS takes it for."
             raise UnsupportedError(what, expected="such as SGD or Adam", got="LBFGS")

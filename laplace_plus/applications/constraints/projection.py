@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications.constraints.correcting import Constraint, rms
 from laplace_plus.applications.constraints.optimizer import NullSpaceOptimizer
 from laplace_plus.applications.constraints.sparsity import Sparse
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network.selection import Selection, select
 
 
@@ -57,7 +57,7 @@ def project(
     Raises:
         LaplacePlusError: As :class:`NullSpaceOptimizer` and its steps.
     """
-    require_count("steps", steps, 1)
+    checks.count("steps", steps, 1)
     if not isinstance(model, nn.Module):
         raise ConfigurationError("There is no network.", expected="a torch.nn.Module", got=type(model).__name__)
     twin = copy.deepcopy(model)

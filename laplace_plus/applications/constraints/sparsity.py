@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.applications.constraints.correcting import Correction, FunctionalModel
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Status
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network.batches import describe
 
 
@@ -44,8 +44,8 @@ class Sparse:
         eligible: Callable[[str, Tensor], bool] = lambda _, value: value.ndim > 1,
         saliency: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
     ):
-        require_count("steps", steps, 0)
-        require_count("every", every, 1)
+        checks.count("steps", steps, 0)
+        checks.count("every", every, 1)
         self.masks = dict(sparsity) if isinstance(sparsity, Mapping) else {}
         sizes = [(int(mask.sum()), mask.numel()) for mask in self.masks.values()] or [(0, 1)]
         share = sum(a for a, _ in sizes) / sum(b for _, b in sizes) if isinstance(sparsity, Mapping) else sparsity

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.resolve import resolve_likelihood
-from laplace_plus.linalg.arguments import require_generator
 from laplace_plus.network.batches import inputs_of, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.predictive import Prediction, from_samples
@@ -104,7 +104,7 @@ class Ensemble:
             DataError: No example.
             InputError: A network fails on these inputs.
         """
-        require_generator(generator)
+        checks.generator(generator)
         outputs = self._outputs(inputs_of(batch) if x is None else x)
         if not outputs.numel():
             raise DataError("There is nothing to predict.", expected="at least one example", got="none")

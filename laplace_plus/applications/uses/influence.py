@@ -23,7 +23,6 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_finite, require_posterior
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError, UnsupportedError
-from laplace_plus.linalg.arguments import require_count, require_generator
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
@@ -95,9 +94,9 @@ def influence(
     members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
     if not members:
         raise ConfigurationError("There is nothing to attribute.", expected="one or more posteriors", got="none")
-    require_count("n_samples", n_samples, 2)
-    require_count("top", 1 if top is None else top, 1)
-    require_generator(generator)
+    checks.count("n_samples", n_samples, 2)
+    checks.count("top", 1 if top is None else top, 1)
+    checks.generator(generator)
     _check(members)
     data = members[0].training_data.again(data, "Attribution passes over the training data.")
     found: tuple[Tensor, ...] | None = None

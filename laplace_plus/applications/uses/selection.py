@@ -22,7 +22,6 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_finite, require_posterior
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.linalg.arguments import require_count, require_generator
 from laplace_plus.network.batches import batch_size
 from laplace_plus.network.gradients import pieces
 from laplace_plus.network.network import exact_arithmetic
@@ -91,9 +90,9 @@ def select(
     checks.choice("method", method, ("variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"))
     checks.choice("scale", scale, ("layer", None))
     require_posterior(posterior, Posterior)
-    require_count("k", k, 1)
-    require_count("n_features", n_features, 1)
-    require_generator(generator)
+    checks.count("k", k, 1)
+    checks.count("n_features", n_features, 1)
+    checks.generator(generator)
     posterior.require_fit()
     if k > batch_size(pool):
         expected = f"at most {batch_size(pool)}, as many as the pool has"

@@ -19,7 +19,6 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.io.checkpoints import Checkpoint
-from laplace_plus.linalg.arguments import require_count
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.resuming import stage_generator
 
@@ -62,7 +61,7 @@ class Walk:
         checks.count("n_steps", self.n_steps)
         checks.count("store_every", self.store_every)
         checks.count("minibatch", 1 if self.minibatch in ("auto", None) else self.minibatch)
-        require_count("n_refinements", self.n_refinements, 0, most=1_000_000)
+        checks.count("n_refinements", self.n_refinements, 0)
         if self.n_steps % self.store_every:
             what, got = "store_every must divide n_steps, so that the last step is stored.", repr(self.store_every)
             raise ConfigurationError(what, expected=f"store_every that divides n_steps={self.n_steps}", got=got)
