@@ -154,8 +154,6 @@ class Bench:
             hyper_lr=chosen["hyper_lr"],
             early_stopping=chosen["early_stopping"],
             curvature_loader=DataLoader(train, 500),
-            checkpoint=None if chosen["checkpoint"] is None else f"{chosen['checkpoint']}-{seed}",
-            resume=chosen["checkpoint"] is not None,
             progress=chosen["progress"],
         )
 
@@ -253,17 +251,12 @@ def main(
     seeds: tuple[int, ...] = (0, 1, 2),
     evaluate: Literal["test", "validation"] = "test",
     device: str = "cpu",
-    checkpoint: str | None = None,
     progress: bool = False,
 ) -> None:
     """Train both ways for all seeds, and write down what comes out."""
-    settings = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("data", "output", "progress", "checkpoint", "seeds")
-    }
+    settings = {name: value for name, value in locals().items() if name not in ("data", "output", "progress", "seeds")}
     settings["weight_decays"] = list(weight_decays)
-    bench = Bench(data, device, {**settings, "progress": progress, "checkpoint": checkpoint})
+    bench = Bench(data, device, {**settings, "progress": progress})
     results = []
     for seed in seeds:
         results.append(bench.run(seed))

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from problems import Until
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -313,11 +312,8 @@ def test_labels_are_looked_at_in_every_batch():
     x, y = classes()
     wrong = y.clone()
     wrong[50] = 7
-    net = classifier()
-    before = snapshot(net)
     with pytest.raises(LabelError, match="out of range"):
-        train(net, list(zip(x.split(20), wrong.split(20), strict=True)), curvature_loader=[(x, y)])
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        train(classifier(), list(zip(x.split(20), wrong.split(20), strict=True)), curvature_loader=[(x, y)])
 
 
 # -- what is left when it fails ----------------------------------------------------------------------------------------
@@ -335,29 +331,22 @@ class Poisoned:
             yield (x + math.nan if (self.passes, number) == self.at else x), y
 
 
-def test_a_loss_that_is_not_finite_is_named_and_undone():
+def test_a_loss_that_is_not_finite_is_named():
     x, y = classes()
     # Pass 1 counts, pass 4 is the third epoch; the updates come from other batches.
     poisoned = Poisoned(zip(x.split(20), y.split(20), strict=True), at=(4, 1))
-    net, kept = classifier(norm=True), []
-    with pytest.raises(NonFiniteError, match="epoch 3, batch 2"):
-        train(net, poisoned, curvature_loader=[(x, y)], callback=lambda update: kept.append(snapshot(net)))
-    assert len(kept) == 1 and net.training
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, kept[0][name])
-    assert all(parameter.grad is None for parameter in net.parameters())
+    net = classifier(norm=True)
+    with pytest.raises(NonFiniteError, match="epoch 3, by batch 2"):
+        train(net, poisoned, curvature_loader=[(x, y)])
+    assert net.training and all(parameter.grad is None for parameter in net.parameters())
 
 
 def test_weights_that_are_not_finite_are_noticed_before_the_next_epoch():
-    net = classifier()
-    before = snapshot(net)
-    with pytest.raises(NonFiniteError, match="after batch 1"):
-        train(net, [classes()], optimizer=torch.optim.SGD, optimizer_options={"lr": math.inf})
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    with pytest.raises(NonFiniteError, match="epoch 1, by batch 1"):
+        train(classifier(), [classes()], optimizer=torch.optim.SGD, optimizer_options={"lr": math.inf})
 
 
 def test_evidence_that_is_not_finite(monkeypatch):
-    net, kept = classifier(), []
     evidence = lp.KFAC.log_marginal_likelihood
     calls = []
 
@@ -368,52 +357,4 @@ def test_evidence_that_is_not_finite(monkeypatch):
 
     monkeypatch.setattr(lp.KFAC, "log_marginal_likelihood", broken)
     with pytest.raises(NonFiniteError, match="evidence is not finite"):
-        train(net, [classes()], callback=lambda update: kept.append(snapshot(net)), frequency=1)
-    assert len(kept) == 1
-    assert all(torch.equal(value, kept[0][name]) for name, value in net.state_dict().items())
-
-
-def test_a_callback_that_fails_leaves_the_end_of_its_epoch():
-    net, kept = classifier(), []
-
-    def fail(update):
-        kept.append(snapshot(net))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(net, loader(*classes()), callback=fail)
-    assert all(torch.equal(value, kept[0][name]) for name, value in net.state_dict().items())
-
-
-class Interrupted(Until):
-    """Ctrl-C in place of a batch."""
-
-    def __iter__(self):
-        for batch in self.batches:
-            if not self.left:
-                raise KeyboardInterrupt
-            self.left -= 1
-            yield batch
-
-
-def test_an_interrupt_at_any_batch_leaves_the_end_of_an_epoch():
-    x, y = classes(24)
-    options = {"frequency": 1, "hyper_steps": 1, "early_stopping": False, "posterior": lp.Diagonal}
-
-    def weights(epochs, most=10**9):
-        net, batches = classifier(norm=True), Interrupted(list(zip(x.split(12), y.split(12), strict=True)), most)
-        if epochs:
-            try:
-                train(net, batches, epochs=epochs, **options)
-            except KeyboardInterrupt:
-                return snapshot(net), True
-        return snapshot(net), False
-
-    ends, number, stopped, found = [weights(epochs)[0] for epochs in range(3)], 0, True, []
-    while stopped:
-        own, stopped = weights(2, number)
-        (same,) = [k for k, end in enumerate(ends) if all(torch.equal(own[name], end[name]) for name in end)]
-        found.append(same)
-        number += 1
-    assert found == sorted(found) and {*found} == {0, 1, 2}
-    assert number > 2 * 4  # two epochs, of two batches that train and two of the curvature
+        train(classifier(), [classes()], frequency=1)

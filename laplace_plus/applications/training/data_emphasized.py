@@ -12,27 +12,24 @@ times N; with κ = P/N it chooses hyperparameters without held-out data. Its q i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from laplace_plus import checks
-from laplace_plus.applications.training.run import Run, Update
-from laplace_plus.applications.training.settings import OptimizerFactory, SchedulerFactory, Settings
-from laplace_plus.curvature import Curvature
+from laplace_plus._progress import progress_bar
+from laplace_plus.applications.training.loop import Loop, LoopOptions, OptimizerFactory, SchedulerFactory
+from laplace_plus.applications.uses.variances import adopt_variances
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.network.batches import Batch, bind, iterate, output_tensor
 from laplace_plus.posteriors import Diagonal
-from laplace_plus.posteriors.sums import FitSums
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.priors import LAYERWISE, Groups
-from laplace_plus.structured import DiagonalBlock
 from laplace_plus.tuning import GAUSSIAN_TUNERS, TuningResult
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal
@@ -42,8 +39,7 @@ def emphasis_of(emphasis: float | str, n_parameters: int, n_data: int) -> float:
     """κ of ``"P/N"``, which is at least 1, or of a number; ConfigurationError for anything else."""
     if emphasis == "P/N":
         return max(1.0, n_parameters / n_data)
-    checks.positive("emphasis", emphasis)
-    return float(emphasis)
+    return float(checks.positive("emphasis", emphasis))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +49,13 @@ class DataEmphasizedTraining:
     Attributes:
         model: The network that was passed in, trained in place.
         posterior: A :class:`Diagonal` of variances σ², whose ``prior_precision`` is ``1/τ_g²``. It is colder than a
-            posterior: fit another class with these precisions for error bars.
+            posterior: fit another class with these precisions for error bars. No evidence is known of it.
         prior_std, std: τ of each group, ``[G]``, and σ, 0-d; float64.
         emphasis: κ.
         losses: The mean of ``−J/(κN)`` over each epoch, in nats for each example.
         n_data: N.
+        state: What training goes on from: a dict of tensors and numbers that ``torch.save`` takes, and the argument
+            ``state`` of the next call.
     """
 
     model: nn.Module
@@ -67,6 +65,7 @@ class DataEmphasizedTraining:
     emphasis: float
     losses: tuple[float, ...]
     n_data: int
+    state: dict[str, Any] = field(repr=False)
 
 
 def train_data_emphasized(
@@ -84,8 +83,7 @@ def train_data_emphasized(
     scheduler: SchedulerFactory | None = None,
     schedule_by: Literal["epoch", "batch"] = "epoch",
     max_gradient_norm: float | None = 1.0,
-    checkpoint: str | Path | None = None,
-    resume: bool = False,
+    state: Mapping[str, Any] | None = None,
     progress: bool = False,
     generator: torch.Generator | None = None,
 ) -> DataEmphasizedTraining:
@@ -94,8 +92,7 @@ def train_data_emphasized(
     **The model is trained in place**, in training mode, and is at θ afterwards. Each step takes one sample of the
     weights, ``θ + σ ε``, for the mean negative log-likelihood of its batch, and adds ``KL/(κN)``. The noise of a
     Gaussian likelihood stays. Arguments that are not described here are those of
-    :func:`~laplace_plus.train_marginal_likelihood`, as are checkpoints and what happens to frozen parameters and after
-    failures.
+    :func:`~laplace_plus.train_marginal_likelihood`, as is what happens to frozen parameters and after failures.
 
     Args:
         model: The network to train.
@@ -113,8 +110,8 @@ def train_data_emphasized(
         scheduler: Called with the optimizer.
         schedule_by: ``"epoch"`` or ``"batch"``.
         max_gradient_norm: Where to clip the norm of the whole gradient; None for nowhere.
-        checkpoint: A folder that is written after every epoch.
-        resume: Whether to continue from it; the model has to be the one that the run started from.
+        state: That of an earlier result, to go on from; ``epochs`` counts those before. The pre-trained weights are
+            those of the first start.
         progress: Whether to show a progress bar.
         generator: Source of the samples; by default torch's global one.
 
@@ -129,137 +126,106 @@ def train_data_emphasized(
         >>> trained.emphasis, trained.posterior.prior_precision.shape
         (1.0, torch.Size([1]))
     """
-    arguments = {name: value for name, value in locals().items() if name not in ("model", "loader", "generator")}
     checks.positive("initial_std", initial_std)
     emphasis_of(emphasis, 1, 1)
-    check_structure(structure)
-    options = {"lr": 0.1, "momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    if not isinstance(structure, Groups):
+        checks.choice("structure", structure, ("scalar", LAYERWISE, "normalized_groups"))
+    own = {"lr": 0.1, "momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    options = LoopOptions(
+        epochs=epochs,
+        optimizer=optimizer,
+        optimizer_options=own | dict(optimizer_options or {}),
+        scheduler=scheduler,
+        schedule_by=schedule_by,
+        max_gradient_norm=max_gradient_norm,
+    )
     resolved = resolve_likelihood(likelihood)
-    pretrained = isinstance(prior_mean, str) and prior_mean == "pretrained"
-    arguments |= {
-        "likelihood": resolved,
-        "prior_mean": Diagonal(model, resolved).network.vector().clone() if pretrained else prior_mean,
-        "optimizer_options": options | dict(optimizer_options or {}),
-        "checkpoint": None if checkpoint is None else Path(checkpoint),
-    }
-    # What training by the evidence has besides: the run ends with its only update.
-    fixed: dict[str, Any] = {"posterior": Diagonal, "prior_precision": 1.0, "temperature": 1.0, "tune_noise": False}
-    fixed |= {"backend": None, "burn_in": 0, "frequency": 2**31, "hyper_steps": 1, "hyper_lr": 0.1, "callback": None}
-    settings = _Settings(**arguments, **fixed, early_stopping=False, patience=None)
-    run = _Run(model, loader, loader, settings, generator)
-    run.train()
-    return run.result()
+    if isinstance(prior_mean, str):
+        checks.choice("prior_mean", prior_mean, ("pretrained",))
+        start = Diagonal(model, resolved).network.vector().clone()
+        prior_mean = start if state is None else state["prior_mean"].to(start)
+    posterior = Diagonal(model, resolved, prior_mean=prior_mean)
+    bound = Bound(posterior, emphasis, initial_std, generator)
+    loop = Loop(model, posterior.network, loader, options, generator=generator, further=[bound.rho])
+    with loop.running():
+        posterior.network.check_finite()
+        batch = next(iterate(loader, device=posterior.network.device))
+        posterior.fit([(batch.inputs, batch.target)])  # what cannot be is refused at once
+        groups = None
+        if structure != "scalar":
+            groups = posterior.prior_groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
+        bound.group(None if groups is None else groups.index)
+        if state is None:
+            loop.n_data, n_batches = loop.sizes(loader)
+            loop.mean_batch_size = loop.n_data / n_batches
+        else:
+            loop.restore(state)
+            with torch.no_grad():
+                bound.rho.copy_(state["rho"])
+        for _ in progress_bar(range(len(loop.losses), epochs), enabled=progress, description="data-emphasised"):
+            loop.end(loop.train(lambda batch: bound(batch, loop)))
+            loop.n_data = loop.n_examples
+    variance, prior = (level.detach() for level in bound.levels())
+    found = Diagonal(model, resolved, prior_mean=prior_mean)
+    if groups is not None:
+        found.prior_groups = groups
+    found.prior_precision = 1 / prior[0] if groups is None else 1 / prior
+    adopt_variances(found, variance.expand(found.n_parameters), loop.n_data, posterior.n_outputs)
+    found.training_data = TrainingData(loader)
+    return DataEmphasizedTraining(
+        model=model,
+        posterior=found,
+        prior_std=prior.sqrt().cpu(),
+        std=variance.sqrt().cpu(),
+        emphasis=emphasis_of(emphasis, found.n_parameters, loop.n_data),
+        losses=tuple(loop.losses),
+        n_data=loop.n_data,
+        state={**loop.state(), "rho": bound.rho.detach().clone(), "prior_mean": posterior.prior_mean.clone()},
+    )
 
 
-class _Settings(Settings):
-    """The arguments of a run."""
+class Bound:
+    """``−J/(κN)`` as a function of the weights and of ρ, ``σ = log(1 + exp ρ)``."""
 
-    def described(self, *run: Any) -> dict[str, Any]:
-        """As of any training, and what this one has besides."""
-        return {**super().described(*run), "emphasis": self.emphasis, "initial_std": self.initial_std}
+    def __init__(
+        self, posterior: Diagonal, emphasis: float | str, initial_std: float, generator: torch.Generator | None
+    ):
+        self.network, self.likelihood = posterior.network, posterior.likelihood
+        self.prior_mean, self.emphasis, self.generator = posterior.prior_mean, emphasis, generator
+        start = torch.tensor(initial_std, dtype=torch.float64, device=self.network.device)
+        self.rho = start.expm1().log().requires_grad_()
 
-
-class _Scale:
-    """ρ, in its place among what a run stores."""
-
-    def __init__(self, rho: Tensor):
-        self.rho = rho.requires_grad_()
-
-    def state(self) -> dict[str, Any]:
-        return {"rho": self.rho.detach()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            self.rho.copy_(state["rho"])
-
-
-class _Run(Run):
-    """A run whose objective is the bound, and which updates nothing between epochs."""
-
-    def _rehearse(self) -> None:
-        super()._rehearse()
-        settings, posterior = self.settings, self.posterior
-        one = settings.structure == "scalar"
-        index = torch.zeros_like(posterior.prior_groups.index) if one else posterior.prior_groups.index
-        self.index, factory = index.to(self.device), settings.optimizer
-        start = torch.tensor(settings.initial_std, dtype=torch.float64, device=self.device)
-        self.scale = _Scale(start.expm1().log())
-        self.ascent = cast(Any, self.scale)
+    def group(self, index: Tensor | None) -> None:
+        """Give weights of equal numbers ``[P]`` a common τ; None for all of them."""
+        index = torch.zeros(self.network.n_parameters, dtype=torch.long) if index is None else index
+        self.index = index.to(self.network.device)
         self.sizes = torch.bincount(self.index).double()
-        if callable(factory):
-            settings.optimizer = lambda weights, **options: factory([*weights, self.scale.rho], **options)
 
-    @property
-    def emphasis(self) -> float:
-        """κ."""
-        return emphasis_of(self.settings.emphasis, self.network.n_parameters, self.n_data)
-
-    def _levels(self) -> tuple[Tensor, Tensor]:
+    def levels(self) -> tuple[Tensor, Tensor]:
         """σ², 0-d, and τ² of each group, ``[G]``, float64; differentiable in the weights and ρ."""
         named = dict(self.network.model.named_parameters())
         theta = torch.cat([named[name].flatten().double() for name in self.network.parameter_names])
-        squares = (theta - self.posterior.prior_mean.to(theta)).square()
-        variance = softplus(self.scale.rho).square()
+        squares = (theta - self.prior_mean.to(theta)).square()
+        variance = softplus(self.rho).square()
         return variance, torch.zeros_like(self.sizes).index_add(0, self.index, squares) / self.sizes + variance
 
-    def objective(self) -> Any:
-        """``−J/(κN)`` estimated from a batch."""
-        network, likelihood, kappa = self.network, self.posterior.likelihood, self.emphasis
-        named = {name: own for name, own in network.model.named_parameters() if name in network.parameter_names}
-
-        def loss(batch: Batch) -> Tensor:
-            variance, prior = self._levels()
-            sampled = {}
-            for name, own in named.items():
-                sampled[name] = own + variance.sqrt().to(own) * standard_normal(
-                    own.shape, like=own, generator=self.generator
-                )
-            raw = torch.func.functional_call(network.model, sampled, *bind(network.model, batch.inputs))
-            outputs = likelihood.arrange(output_tensor(raw))
-            likelihood.validate(outputs, batch.target)
-            rows, targets, weights = likelihood.rows(outputs, batch.target)
-            density = likelihood.log_density(rows, targets)
-            fit = torch.where(weights > 0, density, torch.zeros_like(density)).sum() / self.mean_batch_size
-            divergence = (self.sizes * (prior / variance).log()).sum() / 2
-            return (divergence / (kappa * self.n_data)).to(fit) - fit
-
-        return loss
-
-    def _update(self, epoch: int, loss: float) -> None:
-        """No update: the levels are part of the objective."""
-        precision = self._levels()[1].detach().reciprocal().cpu()
-        self.updates.append(Update(epoch, -loss, -loss, loss, precision, None, improved=True))
-
-    def _result(self) -> Any:
-        return None
-
-    def result(self) -> DataEmphasizedTraining:
-        """What came out, with a posterior of q's variances."""
-        variance, prior = (level.detach() for level in self._levels())
-        posterior, settings = cast(Diagonal, self.settings.make_posterior(self.model)), self.settings
-        statistics, seen, first = cast(Any, 0.0), 0, None
-        for batch in iterate(self.loader, device=self.device):
-            if first is None:
-                first = posterior.fit([(batch.inputs, batch.target)]).sums
-            outputs = posterior.network.forward(batch.inputs)
-            statistics, seen = (
-                statistics + posterior.likelihood.statistics(outputs, batch.target).cpu(),
-                seen + len(outputs),
-            )
-        assert first is not None
-        added = ((1 / variance - 1 / prior) / float(posterior.likelihood.curvature_weights()[0]))[self.index]
-        blocks: list[Any] = []
-        for layout, block in first.curvature:
-            values = torch.zeros_like(cast(DiagonalBlock, block).values)
-            values[0] = layout.gather(added)  # the other noise levels' parts stay zero
-            blocks.append((layout, DiagonalBlock(values)))
-        posterior.adopt(FitSums(Curvature(blocks), statistics, seen, first.n_outputs), posterior.mean)
-        posterior.training_data = TrainingData(self.loader)
-        if self.groups is not None:
-            posterior.prior_groups = self.groups
-        posterior.prior_precision = (1 / prior).to(posterior.mean)[0] if settings.structure == "scalar" else 1 / prior
-        stds = prior.sqrt().cpu(), variance.sqrt().cpu()
-        return DataEmphasizedTraining(self.model, posterior, *stds, self.emphasis, tuple(self.losses), self.n_data)
+    def __call__(self, batch: Batch, loop: Loop) -> Tensor:
+        """The bound estimated from a batch and one sample of the weights."""
+        variance, prior = self.levels()
+        sampled = {}
+        for name, own in self.network.model.named_parameters():
+            if name in self.network.parameter_names:
+                noise = standard_normal(own.shape, like=own, generator=self.generator)
+                sampled[name] = own + variance.sqrt().to(own) * noise
+        raw = torch.func.functional_call(self.network.model, sampled, *bind(self.network.model, batch.inputs))
+        outputs = self.likelihood.arrange(output_tensor(raw))
+        self.likelihood.validate(outputs, batch.target)
+        rows, targets, weights = self.likelihood.rows(outputs, batch.target)
+        density = self.likelihood.log_density(rows, targets)
+        fit = torch.where(weights > 0, density, torch.zeros_like(density)).sum() / loop.mean_batch_size
+        divergence = (self.sizes * (prior / variance).log()).sum() / 2
+        kappa = emphasis_of(self.emphasis, self.network.n_parameters, loop.n_data)
+        return (divergence / (kappa * loop.n_data)).to(fit) - fit
 
 
 @dataclass(frozen=True)

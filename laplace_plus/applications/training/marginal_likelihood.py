@@ -8,25 +8,18 @@ same function of weights and hyperparameters: see :mod:`laplace_plus.application
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.applications.training.run import MarginalLikelihoodTraining, Run, Update
-from laplace_plus.applications.training.settings import (
-    OptimizerFactory,
-    PosteriorFactory,
-    SchedulerFactory,
-    Settings,
-    resolve_posterior,
-)
+from laplace_plus.applications.training.loop import LoopOptions, OptimizerFactory, SchedulerFactory
+from laplace_plus.applications.training.run import MarginalLikelihoodTraining, PosteriorFactory, Run, Settings, Update
 from laplace_plus.curvature import Backend
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
-from laplace_plus.posteriors import KFAC
+from laplace_plus.posteriors import KFAC, get_posterior
 from laplace_plus.priors import Groups
 from laplace_plus.tuning.base import tunes_noise
 
@@ -56,8 +49,7 @@ def train_marginal_likelihood(
     early_stopping: bool = True,
     patience: int | None = None,
     curvature_loader: Iterable[Any] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    resume: bool = False,
+    state: Mapping[str, Any] | None = None,
     callback: Callable[[Update], object] | None = None,
     progress: bool = False,
     generator: torch.Generator | None = None,
@@ -110,15 +102,12 @@ def train_marginal_likelihood(
         patience: End training after so many updates in a row without a greater evidence; by default never.
         curvature_loader: Other batches for the curvature and the evidence, such as the same images without random
             augmentation. N then counts these.
-        checkpoint: A folder that is written after every epoch (tensors as safetensors, the rest as JSON, nothing
-            pickled). One more pass over the curvature's data takes a sum by which they are recognised.
-        resume: Whether to continue from the checkpoint, if it is there, with the same arguments and data as before;
-            ``epochs``, ``patience``, ``callback`` and ``progress`` may change. A continued run equals one that was not
-            interrupted, to the last bit on the same machine: torch's global generators, ``generator``, and those that a
-            ``DataLoader`` and its samplers hold are stored. Other sources of randomness (Python's, NumPy's, those of
-            persistent workers) are the caller's. Continued with more epochs, a run equals one that had them from the
-            start if its last epoch was one of those with an update.
-        callback: Called after every update, when the checkpoint is written.
+        state: ``.state`` of an earlier result, to go on from, with the same arguments and data; ``epochs`` counts those
+            before. A continued run equals one that was not interrupted, to the last bit on the same machine: the state
+            holds torch's global generators, ``generator``, and those that a ``DataLoader`` and its samplers hold. Other
+            sources of randomness (Python's, NumPy's, those of persistent workers) are the caller's. It equals a run
+            that had more epochs from the start if its last epoch was one of those with an update.
+        callback: Called after every update.
         progress: Whether to show a progress bar, with loss and evidence.
         generator: Source of randomness for curvatures that sample labels. Dropout and shuffling draw from torch's
             global generator or the loader's, as in any training.
@@ -129,16 +118,14 @@ def train_marginal_likelihood(
 
     Raises:
         ConfigurationError: An argument that cannot be, or an optimizer with weight decay.
-        CheckpointError: The checkpoint is of another network or run, damaged, or in the way.
+        CheckpointError: The state is of another network, or of other generators.
         NonFiniteError: The loss (the message says in which epoch and batch), the weights or the evidence are not
             finite.
         EmptyDataError: No data came.
         DataError: A loader that can be used only once, or a batch of a form that cannot be used.
         LabelError: Targets that do not fit the likelihood.
         OutputError: Network outputs that do not fit it.
-        UnsupportedError: A prior structure or curvature that posterior or backend do not take; or several ranks.
-
-        Whatever is raised, the model has the weights and buffers of the end of the last complete epoch then.
+        UnsupportedError: A prior structure or curvature that posterior or backend do not take.
 
     Example:
         >>> import torch
@@ -154,16 +141,43 @@ def train_marginal_likelihood(
         >>> trained.posterior.predictive(x).mean.shape
         torch.Size([40, 1])
     """
-    arguments = dict(locals())
-    for name in ("model", "loader", "curvature_loader", "generator"):
-        del arguments[name]
     resolved = resolve_likelihood(likelihood)
-    arguments |= {
-        "likelihood": resolved,
-        "posterior": resolve_posterior(posterior),
-        "tune_noise": tunes_noise(resolved, tune_noise),
-        "optimizer_options": dict(optimizer_options or {}),
-        "checkpoint": None if checkpoint is None else Path(checkpoint),
-    }
-    curved = loader if curvature_loader is None else curvature_loader
-    return Run(model, loader, curved, Settings(**arguments), generator).train()
+    options = LoopOptions(
+        epochs=epochs,
+        optimizer=optimizer,
+        optimizer_options=dict(optimizer_options or {}),
+        scheduler=scheduler,
+        schedule_by=schedule_by,
+        max_gradient_norm=max_gradient_norm,
+    )
+    settings = Settings(
+        likelihood=resolved,
+        posterior=_resolve_posterior(posterior),
+        structure=structure,
+        prior_precision=prior_precision,
+        prior_mean=prior_mean,
+        temperature=temperature,
+        tune_noise=tunes_noise(resolved, tune_noise),
+        backend=backend,
+        burn_in=burn_in,
+        frequency=frequency,
+        hyper_steps=hyper_steps,
+        hyper_lr=hyper_lr,
+        early_stopping=early_stopping,
+        patience=patience,
+        callback=callback,
+        progress=progress,
+    )
+    settings.check(epochs)
+    return Run(model, loader, curvature_loader, settings, options, generator).train(state)
+
+
+def _resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
+    """A class by its name, or the factory itself."""
+    found = get_posterior(posterior) if isinstance(posterior, str) else posterior
+    if not callable(found):
+        what = "The posterior is not a class."
+        expected = "a Gaussian posterior's class, its name, or a function (model, likelihood, **options)"
+        fix = "Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options."
+        raise ConfigurationError(what, expected=expected, got=f"a {type(posterior).__name__}", fix=fix)
+    return found  # Settings.make_posterior checks what it makes

@@ -14,6 +14,7 @@ batches differ in size. N' is N unless the curvature is computed on other data t
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -131,14 +132,14 @@ class HyperparameterAscent:
         """What the next update depends on, apart from the posterior's hyperparameters."""
         if self.steps is None:
             return {}
-        logs = [log.detach() for log in self._logs]
-        return {"log_precision": logs[0], "log_noise": logs[-1], "optimizer": self._optimizer.state_dict()}
+        logs = [log.detach().clone() for log in self._logs]
+        return {"logs": logs, "optimizer": copy.deepcopy(self._optimizer.state_dict())}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state` returned."""
         if self.steps is None:
             return
         with torch.no_grad():
-            for log, name in zip(self._logs, ("log_precision", "log_noise"), strict=False):
-                log.copy_(state[name])
-        self._optimizer.load_state_dict(state["optimizer"])
+            for log, known in zip(self._logs, state["logs"], strict=True):
+                log.copy_(known)
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
-from laplace_plus import io
+from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.applications.training.checkpoint import Generators, put_back, weights_of
+from laplace_plus.applications.training.loop import Loop, LoopOptions, put_back, weights_of
 from laplace_plus.applications.training.objective import HyperparameterAscent, TrainingObjective
-from laplace_plus.applications.training.settings import Settings
-from laplace_plus.distributed import resolve_group
-from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
-from laplace_plus.io.checkpoints import pack, taking_up, unpack
-from laplace_plus.network.batches import Batch, DataSums, iterate, same_sum
+from laplace_plus.curvature import Backend
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network.batches import iterate
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
 from laplace_plus.tuning.groups import chosen_groups
+
+PosteriorFactory = Callable[..., GaussianPosterior]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +64,8 @@ class MarginalLikelihoodTraining:
         updates: All updates of the hyperparameters, in order.
         stopped_early: Whether training ended because the evidence had not improved for ``patience`` updates.
         n_data: Number of examples of the posterior.
+        state: What training goes on from, after its last epoch: a dict of tensors and numbers that ``torch.save``
+            takes, and the argument ``state`` of the next call.
     """
 
     model: nn.Module
@@ -77,6 +76,7 @@ class MarginalLikelihoodTraining:
     updates: tuple[Update, ...]
     stopped_early: bool
     n_data: int
+    state: dict[str, Any] = field(repr=False)
 
     @property
     def evidences(self) -> tuple[float, ...]:
@@ -95,103 +95,108 @@ class MarginalLikelihoodTraining:
         return torch.stack(levels) if levels else None
 
 
-_STATE = ("epoch", "best", "kept", "losses", "n_data", "mean_batch_size")
-"""Attributes of a run that go into its checkpoint as they are."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What :func:`~laplace_plus.train_marginal_likelihood` has besides the options of its epochs."""
+
+    likelihood: Likelihood
+    posterior: PosteriorFactory
+    structure: str | Groups
+    prior_precision: float | Tensor
+    prior_mean: float | Tensor
+    temperature: float
+    tune_noise: bool
+    backend: str | Backend | None
+    burn_in: int
+    frequency: int
+    hyper_steps: int | None
+    hyper_lr: float
+    early_stopping: bool
+    patience: int | None
+    callback: Callable[[Update], object] | None
+    progress: bool
+
+    def check(self, epochs: int) -> None:
+        """ConfigurationError for numbers out of range, or that do not go together."""
+        checks.count("burn_in", self.burn_in, 0)
+        checks.count("frequency", self.frequency)
+        for name, value in (("hyper_steps", self.hyper_steps), ("patience", self.patience)):
+            checks.count(name, 1 if value is None else value)
+        checks.positive("temperature", self.temperature)
+        checks.positive("hyper_lr", self.hyper_lr)
+        if self.burn_in >= epochs:
+            what, expected = "The hyperparameters would never be updated.", "fewer epochs of burn_in than epochs"
+            raise ConfigurationError(what, expected=expected, got=f"burn_in={self.burn_in}, epochs={epochs}")
+        if self.patience is not None and not self.early_stopping:
+            what = "Patience belongs to early stopping."
+            raise ConfigurationError(what, expected="early_stopping=True", got="early_stopping=False")
+
+    def make_posterior(self, model: nn.Module, noise_std: Tensor | None = None) -> GaussianPosterior:
+        """A posterior of these settings, with unit prior precision."""
+        likelihood = self.likelihood if noise_std is None else self.likelihood.with_noise(noise_std)
+        options: dict[str, Any] = {} if self.backend is None else {"backend": self.backend}
+        made = self.posterior(
+            model, likelihood, prior_precision=1.0, prior_mean=self.prior_mean, temperature=self.temperature, **options
+        )
+        if not isinstance(made, GaussianPosterior):
+            what = "The posterior has no evidence."
+            expected = "a Gaussian posterior's class, such as lp.KFAC, or a function that returns one"
+            raise ConfigurationError(what, expected=expected, got=f"a {type(made).__name__}")
+        return made
 
 
 class Run:
-    """One run and its state."""
+    """One run: epochs of a :class:`Loop`, and updates of the hyperparameters between them."""
 
     def __init__(
         self,
         model: nn.Module,
         loader: Iterable[Any],
-        curvature_loader: Iterable[Any],
+        curvature_loader: Iterable[Any] | None,
         settings: Settings,
+        options: LoopOptions,
         generator: torch.Generator | None,
     ):
-        if resolve_group(None) is not None:
-            what, got = "Training by the marginal likelihood runs in one process.", "several ranks of torch.distributed"
-            fix = "Train on one device; posteriors can be fitted over several ranks afterwards."
-            raise UnsupportedError(what, expected="no process group, or one of a single rank", got=got, fix=fix)
-        for data in (loader, curvature_loader):
-            if isinstance(data, Iterator):  # iter() of a loader would draw a seed
-                require_restartable(data, "Training passes over the data many times.")
-        self.model, self.loader, self.curvature_loader = model, loader, curvature_loader
-        self.settings, self.generator = settings, generator
-        self.posterior: GaussianPosterior = settings.make_posterior(model)
-        self.network, self.device = self.posterior.network, self.posterior.network.device
-        self.generators = Generators(self.device, [loader, curvature_loader], generator)
-        self.good = weights_of(self.network.model)
-        self.best: dict[str, Tensor] | None = None
-        self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # hyperparameters of the result
-        self.epoch = 0
-        self.data_sum: float | None = None
-        self.losses: list[float] = []
+        self.curved = loader if curvature_loader is None else curvature_loader
+        self.model, self.settings, self.epochs, self.generator = model, settings, options.epochs, generator
+        self.posterior = settings.make_posterior(model)
+        self.network = self.posterior.network
+        self.loop = Loop(model, self.network, loader, options, generator=generator, other=curvature_loader)
         self.updates: list[Update] = []
+        self.best: dict[str, Tensor] | None = None  # the weights of the update with the greatest evidence
+        self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # the result's hyperparameters
 
-    def train(self) -> MarginalLikelihoodTraining:
-        """All epochs, and the posterior at the end."""
-        settings = self.settings
-        with self._guarded(), torch.enable_grad():
-            self._prepare()
-            epochs = range(self.epoch + 1, settings.epochs + 1)
+    def train(self, state: Mapping[str, Any] | None) -> MarginalLikelihoodTraining:
+        """All epochs, or those that are left, and the posterior at the end."""
+        settings, loop = self.settings, self.loop
+        with loop.running():
+            self._rehearse()
+            if state is not None:
+                self._restore(state)
+            else:
+                n_data, n_batches = loop.sizes(loop.loader)
+                loop.mean_batch_size = n_data / n_batches
+                loop.n_data = n_data if self.curved is loop.loader else loop.sizes(self.curved)[0]
+            epochs = range(len(loop.losses) + 1, self.epochs + 1)
             bar = progress_bar(epochs, enabled=settings.progress, description="marginal likelihood")
             for epoch in bar:
                 recent = self.updates[-settings.patience :] if settings.patience else []
                 if recent and len(recent) == settings.patience and not any(update.improved for update in recent):
                     break
-                self._complete(epoch)
+                self._epoch(epoch)
                 if isinstance(bar, tqdm):
                     evidence = f"{self.updates[-1].evidence:.6g}" if self.updates else "-"
-                    bar.set_postfix(loss=f"{self.losses[-1]:.4g}", evidence=evidence, refresh=False)
+                    bar.set_postfix(loss=f"{loop.losses[-1]:.4g}", evidence=evidence, refresh=False)
                 if settings.callback is not None and self.updates and self.updates[-1].epoch == epoch:
                     settings.callback(self.updates[-1])
             if not self.updates:  # a longer run, continued with so few epochs that it ends at once
-                self._update(self.epoch, self.losses[-1])
+                self._update(len(loop.losses), loop.losses[-1])
             return self._result()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Restore the modes in any case, and after a failure the weights of the last complete epoch."""
-        modes = [(module, module.training) for module in self.network.model.modules()]
-        try:
-            yield
-        except BaseException:
-            put_back(self.network.model, self.good)
-            raise
-        finally:
-            for module, training in modes:
-                module.training = training
-            for parameter in self.network.model.parameters():
-                parameter.grad = None
-
-    # -- before the first epoch ----------------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        """Rehearse, and continue from the checkpoint or count the data."""
-        settings, path = self.settings, self.settings.checkpoint
-        selected = list(self.posterior.parameter_names)  # by the arguments; a fit may choose among them
-        self._rehearse()
-        self.optimizer = settings.make_optimizer(self.network)
-        self.scheduler = None if settings.scheduler is None else settings.scheduler(self.optimizer)
-        if path is not None:
-            names = io.fingerprint(self.network.model)["names_sha256"]
-            described = settings.described(self.posterior, self.optimizer, self.scheduler)
-            self.described = {"network": names, **described, "parameters": selected}
-            if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-                self._resume(path)
-                return
-        self.n_data, n_batches, self.data_sum = self._survey(self.curvature_loader)
-        n_data = self.n_data
-        if self.curvature_loader is not self.loader:
-            n_data, n_batches, _ = self._survey(self.loader)
-        self.mean_batch_size = n_data / n_batches
 
     def _rehearse(self) -> None:
         """Fit one batch, so that what posterior or data do not support is refused before hours of training."""
         self.network.check_finite()
-        batch = next(iterate(self.curvature_loader, device=self.device))
+        batch = next(iterate(self.curved, device=self.network.device))
         posterior, structure = self.posterior, self.settings.structure
         posterior.fit([(batch.inputs, batch.target)], generator=self.generator)
         self.structure: PriorStructure = LAYERWISE
@@ -210,81 +215,25 @@ class Run:
             learning_rate=self.settings.hyper_lr,
         )
 
-    def _survey(self, data: Iterable[Any]) -> tuple[int, int, float]:
-        """The number of examples and of batches that a loader yields, and a sum that differs for other data."""
-        sums, n_batches = DataSums("cpu"), 0
-        with self.generators.seeded():
-            for batch in iterate(data, device="cpu"):
-                sums.add(batch, len(batch.target))
-                n_batches += 1
-        return sums.count, n_batches, sums.values()[0]
-
-    # -- epochs --------------------------------------------------------------------------------------------------------
-
-    def _complete(self, epoch: int) -> None:
-        """One epoch, with the update, the schedule and the checkpoint after it."""
-        loss = self._train_epoch(epoch)
-        updates = self.settings.updates_after(epoch)
-        if updates:
+    def _epoch(self, epoch: int) -> None:
+        """One epoch, with the update after it where one is due."""
+        loop, settings = self.loop, self.settings
+        scale = {"n_data": loop.n_data, "mean_batch_size": loop.mean_batch_size}
+        loss = loop.train(TrainingObjective(self.model, self.posterior, **scale))  # a fit may choose parameters anew
+        if self.curved is loop.loader:
+            loop.n_data = loop.n_examples
+        beyond = epoch - settings.burn_in
+        if epoch == self.epochs or (beyond > 0 and beyond % settings.frequency == 0):
             self._update(epoch, loss)
-        if self.settings.schedule_by == "epoch":
-            self._schedule(loss)
-        self.losses.append(loss)
-        self.good, self.epoch = weights_of(self.network.model), epoch
-        if updates and self._keeps(self.updates[-1]) and self.settings.early_stopping:
-            self.best = self.good
-        if self.settings.checkpoint is not None:
-            self._store()
-
-    def _train_epoch(self, epoch: int) -> float:
-        """Train for one epoch; the mean of the objective over its batches."""
-        self.model.train()
-        objective = self.objective()  # made anew for each epoch: each fit chooses a subnetwork anew
-        clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        total, n_examples, n_batches = 0.0, 0, 0
-        place = "before the first batch"
-        try:
-            for n_batches, batch in enumerate(iterate(self.loader, device=self.device), start=1):
-                place = f"batch {n_batches}"
-                self.optimizer.zero_grad()
-                loss = objective(batch)
-                value = loss.item()
-                if not math.isfinite(value):
-                    raise NonFiniteError(f"The loss is {value}.")
-                loss.backward()
-                if self.settings.max_gradient_norm is not None:
-                    nn.utils.clip_grad_norm_(clipped, self.settings.max_gradient_norm)
-                self.optimizer.step()
-                if self.settings.schedule_by == "batch":
-                    self._schedule(value)
-                total, n_examples = total + value, n_examples + len(batch.target)
-            place = f"after batch {n_batches}"
-            self.network.check_finite()
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"Training diverged in epoch {epoch}, {place}. {error}",
-                fix="Use a smaller learning rate, or max_gradient_norm.",
-            ) from error
-        self.mean_batch_size = n_examples / n_batches
-        if self.curvature_loader is self.loader:
-            self.n_data = n_examples
-        return total / n_batches
-
-    def objective(self) -> Callable[[Batch], Tensor]:
-        """The loss of a batch."""
-        return TrainingObjective(self.model, self.posterior, n_data=self.n_data, mean_batch_size=self.mean_batch_size)
-
-    def _schedule(self, loss: float) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(loss)
-        elif self.scheduler is not None:
-            self.scheduler.step()
+            if settings.early_stopping and self._keeps(self.updates[-1]):
+                self.best = weights_of(self.network.model)
+        loop.end(loss)
 
     def _update(self, epoch: int, loss: float) -> None:
         """Fit the posterior, improve the hyperparameters, and keep them if the result is to have them."""
         posterior = self.posterior
-        posterior.fit(self.curvature_loader, generator=self.generator)
-        self.n_data = posterior.n_data
+        posterior.fit(self.curved, generator=self.generator)
+        self.loop.n_data = posterior.n_data
         evidence = self.ascent.update()
         precision, noise = posterior.prior_precision.detach(), posterior.noise_std
         if self.structure == "diagonal":
@@ -306,12 +255,12 @@ class Run:
         return update.improved or not self.settings.early_stopping
 
     def _result(self) -> MarginalLikelihoodTraining:
-        kept = next(update for update in reversed(self.updates) if self._keeps(update))
+        state, kept = self._state(), next(update for update in reversed(self.updates) if self._keeps(update))
         if self.best is not None:
             put_back(self.network.model, self.best)
         precision, noise = self.kept
         posterior = self.settings.make_posterior(self.model, noise)
-        posterior.fit(self.curvature_loader, generator=self.generator)
+        posterior.fit(self.curved, generator=self.generator)
         if self.groups is not None:
             posterior.prior_groups = self.groups
         posterior.prior_precision = precision
@@ -320,72 +269,23 @@ class Run:
             posterior=posterior,
             epoch=kept.epoch,
             evidence=kept.evidence,
-            losses=tuple(self.losses),
+            losses=tuple(self.loop.losses),
             updates=tuple(self.updates),
-            stopped_early=len(self.losses) < self.settings.epochs,
+            stopped_early=len(self.loop.losses) < self.epochs,
             n_data=posterior.n_data,
+            state=state,
         )
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    def _state(self) -> dict[str, Any]:
+        own = {"prior_precision": self.posterior.prior_precision.clone(), "noise_std": self.posterior.noise_std}
+        own |= {"best": self.best, "kept": self.kept, "ascent": self.ascent.state()}
+        return {**self.loop.state(), **own, "updates": [dict(vars(update)) for update in self.updates]}
 
-    def _store(self) -> None:
-        posterior, tensors = self.posterior, dict[str, Tensor]()
-        state = {name: getattr(self, name) for name in _STATE} | {
-            "weights": self.good,
-            "updates": [vars(update) for update in self.updates],
-            "prior_precision": posterior.prior_precision,
-            "noise_std": posterior.noise_std,
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "ascent": self.ascent.state(),
-            "random": self.generators.state(),
-        }
-        header = {
-            "network": {"names_sha256": self.described["network"]},
-            "settings": self.described,
-            "data_sum": self.data_sum,
-            "state": pack(state, tensors, "state"),
-        }
-        io.write(self.settings.checkpoint, header, tensors)
-
-    def _resume(self, path: Path) -> None:
-        """Continue from a checkpoint, if it is of this run."""
-        if not self.settings.resume:
-            what, fix = f"The path {path} is not empty.", "Pass resume=True to continue that run, or remove it."
-            raise CheckpointError(what, expected="a new path, or resume=True", got="resume=False", fix=fix)
-        header, tensors = io.read(path)
-        if "settings" not in header:
-            raise CheckpointError(f"{path} is not a checkpoint of training.", expected="such a one", got="another")
-        with taking_up():
-            before = {"network": header["network"]["names_sha256"], **header["settings"]}
-        self.data_sum = header.get("data_sum")
-        for name, value in self.described.items():
-            if name in before and before[name] != value:  # an older checkpoint may lack some
-                what = f"The checkpoint is of a run with another {name}."
-                fix = "Pass the same arguments as before, or another path."
-                raise CheckpointError(what, expected=repr(before[name]), got=repr(value), fix=fix)
-        with taking_up():
-            state: dict[str, Any] = unpack(header["state"], tensors)
-        if state["epoch"] > self.settings.epochs:
-            what = "The checkpoint is of a longer run."
-            raise CheckpointError(what, expected=f"epochs >= {state['epoch']}", got=f"{self.settings.epochs}")
-        # Sums of two passes differ where Python's or NumPy's generators augment the data: nothing is known then.
-        known = self.data_sum is None or same_sum(self.data_sum, now := self._survey(self.curvature_loader)[2])
-        if not known and same_sum(now, self._survey(self.curvature_loader)[2]):
-            what = "The checkpoint is of a run on other data."
-            expected, got = f"examples with the sum {self.data_sum:.6e}", f"{now:.6e}"
-            raise CheckpointError(what, expected=expected, got=got, fix="Pass the loader of that run, or another path.")
-        with taking_up():
-            vars(self).update({name: state[name] for name in _STATE})
-            self.updates = [Update(**entry) for entry in state["updates"]]
-            put_back(self.network.model, self.best or state["weights"])  # fails before it is needed
-            put_back(self.network.model, state["weights"])
-            self.good = weights_of(self.network.model)
-            self.posterior.prior_precision = state["prior_precision"]
-            if state["noise_std"] is not None:
-                self.posterior.noise_std = state["noise_std"]
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-            self.ascent.restore(state["ascent"])
-            self.generators.restore(state["random"])
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.loop.restore(state)
+        self.updates = [Update(**update) for update in state["updates"]]
+        self.best, self.kept = state["best"], state["kept"]
+        self.posterior.prior_precision = state["prior_precision"]
+        if state["noise_std"] is not None:
+            self.posterior.noise_std = state["noise_std"]
+        self.ascent.restore(state["ascent"])

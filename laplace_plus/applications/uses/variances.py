@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.applications.uses.task_sums import TaskSums
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import ConfigurationError
@@ -67,33 +68,34 @@ def from_variance(
         torch.Size([4, 2])
     """
     if isinstance(variance, Mapping):
-        shapes = {name: own.shape if isinstance(own, Tensor) else () for name, own in variance.items()}
-        masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+        masks = {name: torch.ones(torch.as_tensor(own).shape, dtype=torch.bool) for name, own in variance.items()}
         posterior = cls(model, likelihood, parameters=masks, prior_mean=prior_mean)
-        if {*posterior.parameter_names} != shapes.keys():  # with the prefix of a wrapper, say
-            expected, got = ", ".join(posterior.parameter_names), ", ".join(map(str, shapes))
+        if {*posterior.parameter_names} != masks.keys():  # with the prefix of a wrapper, say
+            expected, got = ", ".join(posterior.parameter_names), ", ".join(map(str, masks))
             raise ConfigurationError("The variances have other names.", expected=expected, got=got)
         variance = torch.cat([variance[name].detach().flatten().double() for name in posterior.parameter_names])
     else:
         posterior = cls(model, likelihood, parameters=parameters, prior_mean=prior_mean)
-    network, found = posterior.network, variance
-    if not isinstance(found, Tensor) or found.shape != (network.n_parameters,) or not found.is_floating_point():
-        expected = f"floats [{network.n_parameters}], or by name"
-        raise ConfigurationError(
-            "There is not one variance for each parameter.", expected=expected, got=describe(found)
-        )
-    precision = found.detach().to(network.device, torch.float64).reciprocal()
+    checks.shape("variance", variance, [posterior.n_parameters])
+    checks.count("n_data", n_data)
+    precision = variance.detach().to(posterior.network.device, torch.float64).reciprocal()
     if not bool((precision > 0).all() and precision.isfinite().all()):
         what, expected = "A variance is not positive and finite.", "variances > 0"
-        raise ConfigurationError(what, expected=expected, got=describe(found))
-    if isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1:
-        raise ConfigurationError("n_data must be a positive integer.", expected="n_data >= 1", got=repr(n_data))
+        raise ConfigurationError(what, expected=expected, got=describe(variance))
     posterior.prior_precision = precision.min() if prior_precision is None else prior_precision
+    if bool((posterior.prior().vector().to(precision) > (1 + 1e-6) * precision).any()):
+        what = "A variance is larger than that of the prior."
+        raise ConfigurationError(what, expected="1 / variance >= prior_precision", got=describe(variance))
+    posterior.network.check_finite()
+    adopt_variances(posterior, variance, n_data)
+    return posterior
+
+
+def adopt_variances(posterior: Diagonal, variance: Tensor, n_data: int, n_outputs: int = 0) -> None:
+    """Give a posterior the variances ``[P]`` at its own prior, as sums that are known of no data."""
+    network = posterior.network
+    precision = variance.detach().to(network.device, torch.float64).reciprocal()
     values = precision - posterior.prior().vector().to(precision)
-    if bool((values < -1e-6 * precision).any()):
-        what, got = "A variance is larger than that of the prior.", f"{int((values < 0).sum())} of them"
-        raise ConfigurationError(what, expected="1 / variance >= prior_precision", got=got)
-    network.check_finite()
     weights = posterior.backend.component_weights(posterior.likelihood).to(values)
     each = values.clamp(min=0) / (len(weights) * weights[:, None])  # at unit noise, [K, P]
     size = 2 * len(weights) if posterior.likelihood.noise_std is not None else 1
@@ -101,6 +103,5 @@ def from_variance(
     block = DiagonalBlock(each.to(network.dtype)[:, None, None])
     mean = network.vector()
     curvature = Curvature([(whole_layout(network), block)])
-    posterior.adopt(TaskSums(curvature, unknown, n_data, 0, None, network, mean), mean)
+    posterior.adopt(TaskSums(curvature, unknown, n_data, n_outputs, None, network, mean), mean)
     posterior.remember_weights()
-    return posterior

@@ -1,0 +1,207 @@
+"""Epochs of ordinary training: what both trainings of weights and hyperparameters share."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from laplace_plus import checks
+from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError
+from laplace_plus.network.batches import Batch, iterate
+from laplace_plus.network.network import Network
+from laplace_plus.network.selection import uses
+from laplace_plus.posteriors.training_data import require_restartable
+
+OptimizerFactory = Callable[..., optim.Optimizer]
+SchedulerFactory = Callable[[optim.Optimizer], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How an epoch is trained; arguments of :func:`~laplace_plus.train_marginal_likelihood`."""
+
+    epochs: int
+    optimizer: OptimizerFactory
+    optimizer_options: Mapping[str, Any]
+    scheduler: SchedulerFactory | None
+    schedule_by: Literal["epoch", "batch"]
+    max_gradient_norm: float | None
+
+    def __post_init__(self) -> None:
+        checks.count("epochs", self.epochs)
+        checks.choice("schedule_by", self.schedule_by, ("epoch", "batch"))
+        if self.max_gradient_norm is not None:
+            checks.positive("max_gradient_norm", self.max_gradient_norm)
+
+
+class Loop:
+    """Epochs of training of all parameters that require gradients, and of further tensors.
+
+    Attributes:
+        losses: The mean of the objective over each epoch so far.
+        n_data: N, the examples of an epoch; or those of other data.
+        mean_batch_size: That of an epoch.
+    """
+
+    n_data: int
+    mean_batch_size: float
+
+    def __init__(
+        self,
+        model: nn.Module,
+        network: Network,
+        loader: Iterable[Any],
+        options: LoopOptions,
+        *,
+        generator: torch.Generator | None,
+        other: Iterable[Any] | None = None,
+        further: Sequence[Tensor] = (),
+    ):
+        for data in (loader, other):
+            if isinstance(data, Iterator):  # iter() of a loader would draw a seed
+                require_restartable(data, "Training passes over the data many times.")
+        self.model, self.network, self.loader, self.options = model, network, loader, options
+        self.generators = _generators(network.device, [loader, other], generator)
+        self.optimizer = _optimizer(network, options, further)
+        self.scheduler = None if options.scheduler is None else options.scheduler(self.optimizer)
+        self.losses: list[float] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, gradients are computed; afterwards modules have the modes of before, and parameters no gradients."""
+        modes = [(module, module.training) for module in self.network.model.modules()]
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for parameter in self.network.model.parameters():
+                parameter.grad = None
+
+    def sizes(self, data: Iterable[Any]) -> tuple[int, int]:
+        """The number of examples and of batches that a loader yields; generators are as before."""
+        states = [generator.get_state() for generator in self.generators]
+        sizes = [len(batch.target) for batch in iterate(data, device="cpu")]
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+        return sum(sizes), len(sizes)
+
+    def train(self, objective: Callable[[Batch], Tensor]) -> float:
+        """One epoch; the mean of the objective over its batches. NonFiniteError says where training diverged."""
+        self.model.train()
+        clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        total, sizes = 0.0, list[int]()
+        try:
+            for batch in iterate(self.loader, device=self.network.device):
+                sizes.append(len(batch.target))
+                self.optimizer.zero_grad()
+                loss = objective(batch)
+                value = loss.item()
+                if not math.isfinite(value):
+                    raise NonFiniteError(f"The loss is {value}.")
+                loss.backward()
+                if self.options.max_gradient_norm is not None:
+                    nn.utils.clip_grad_norm_(clipped, self.options.max_gradient_norm)
+                self.optimizer.step()
+                if self.options.schedule_by == "batch":
+                    self._schedule(value)
+                total += value
+            self.network.check_finite()
+        except NonFiniteError as error:
+            what = f"Training diverged in epoch {len(self.losses) + 1}, by batch {len(sizes)}. {error}"
+            raise NonFiniteError(what, fix="Use a smaller learning rate, or max_gradient_norm.") from error
+        self.n_examples, self.mean_batch_size = sum(sizes), sum(sizes) / len(sizes)
+        return total / len(sizes)
+
+    def end(self, loss: float) -> None:
+        """After an epoch: take a step of the schedule, and note the loss."""
+        if self.options.schedule_by == "epoch":
+            self._schedule(loss)
+        self.losses.append(loss)
+
+    def _schedule(self, loss: float) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        """What the next epoch depends on, as copies."""
+        return {
+            "weights": weights_of(self.network.model),
+            "losses": [*self.losses],
+            "n_data": self.n_data,
+            "mean_batch_size": self.mean_batch_size,
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "scheduler": None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
+            "generators": [generator.get_state() for generator in self.generators],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state`; CheckpointError for one of another network or of other generators."""
+        names, known = weights_of(self.network.model).keys(), state.get("weights", {}).keys()
+        if names != known or len(state.get("generators", ())) != len(self.generators):
+            what, fix = "The state is not one of this training.", "Pass the same network, loaders and generator."
+            raise CheckpointError(what, expected=f"weights {', '.join(names)}", got=", ".join(known), fix=fix)
+        put_back(self.network.model, state["weights"])
+        self.losses, self.n_data = [*state["losses"]], state["n_data"]
+        self.mean_batch_size = state["mean_batch_size"]
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        for generator, own in zip(self.generators, state["generators"], strict=True):
+            generator.set_state(own.cpu())
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers, persistent or not."""
+    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def put_back(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Write the values that :func:`weights_of` copied into the network's own tensors."""
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(weights[name])
+
+
+def _generators(device: torch.device, loaders: list[Any], generator: torch.Generator | None) -> list[torch.Generator]:
+    """What a run's random numbers come from: torch's global generators, those of loaders and samplers, the caller's."""
+    held = [torch.default_generator]
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        held += [getattr(holder, "generator", None) for holder in holders]
+    held.append(generator)
+    if device.type == "cuda":
+        torch.cuda.init()
+        held.append(torch.cuda.default_generators[device.index])
+    return list({id(own): own for own in held if isinstance(own, torch.Generator)}.values())
+
+
+def _optimizer(network: Network, options: LoopOptions, further: Sequence[Tensor]) -> optim.Optimizer:
+    """The optimizer; ConfigurationError for none, or for a weight decay of parameters that have a prior."""
+    parameters = [*(p for p in network.model.parameters() if p.requires_grad), *further]
+    made: Any = options.optimizer
+    made = made(parameters, **options.optimizer_options) if callable(made) else made
+    if not isinstance(made, optim.Optimizer):
+        what = "The optimizer argument returned no optimizer."
+        expected = "a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters"
+        raise ConfigurationError(what, expected=expected, got=f"a {type(made).__name__}")
+    under_prior = {id(parameter) for name, parameter in uses(network.model).items() if name in network.parameter_names}
+    for group in made.param_groups:
+        if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
+            what = "The prior already is the weight decay, which would count twice."
+            got = f"{type(made).__name__} with weight_decay={group['weight_decay']}"
+            fix = 'Pass optimizer_options={"weight_decay": 0, ...}.'
+            raise ConfigurationError(what, expected="an optimizer without weight decay", got=got, fix=fix)
+    return made
