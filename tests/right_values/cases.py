@@ -128,7 +128,7 @@ def tunings(problem: Problem, seed: int, *, cls: str) -> Values:
 
 
 def left_out(problem: Problem, seed: int, *, cls: str, **options: Any) -> Values:
-    found = problem.make(cls, prior_precision=4.0).fit(problem.batches).leave_one_out(**options)
+    found = lp.leave_one_out(problem.make(cls, prior_precision=4.0).fit(problem.batches), **options)
     return {"exact": {name: getattr(found, name) for name in ("mean", "covariance", "leverages")}}
 
 
