@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import laplace_plus as lp
 from laplace_plus.applications import conformal
-from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional
 
@@ -29,9 +29,6 @@ class Known:
 
     def require_fit(self):
         pass
-
-    def hyperparameter_digests(self):
-        return {"prior_precision": "1"}
 
     def predictive(self, x, *, generator=None):
         link = "network" if self.likelihood.is_classifier else "exact"
@@ -183,15 +180,11 @@ def test_saved_and_loaded_thresholds_hold_for_the_posterior_as_it_was(likelihood
     for own, other in zip(getattr(made, call)(x), getattr(loaded, call)(x), strict=True):
         assert torch.equal(own, other)
     assert torch.equal(loaded.predictive(x).mean, posterior(x).mean)
-    before = posterior.prior_precision
+    known = getattr(made, call)(x)
     posterior.fit([(x[:30], y[:30].flip(0))])
-    with pytest.raises(ConfigurationError, match="another data"):
-        getattr(made, call)(x)
-    posterior.fit([(x[:30], y[:30])])
-    getattr(made, call)(x)
-    posterior.prior_precision = 7.0 * before
-    with pytest.raises(ConfigurationError, match="conformalize again"):
-        getattr(made, call)(x)
+    posterior.prior_precision = 7.0 * posterior.prior_precision
+    for own, other in zip(known, getattr(made, call)(x), strict=True):
+        assert torch.equal(own, other)
 
 
 def test_a_calibrated_posterior_is_conformalized_and_saved(tmp_path):
@@ -221,8 +214,6 @@ def test_what_cannot_be_conformal_is_refused(tmp_path):
     several = lp.KFAC(net, "binary").fit([(x, (x > 0).double())])
     with pytest.raises(UnsupportedError, match="binary"):
         lp.conformalize(several, [(x, (x > 0).double())])
-    with pytest.raises(CheckpointError, match="thresholds"):
-        conformal.WRAPPERS["conformal"](posterior, {"score": "threshold"})
 
 
 def test_tokens_and_single_logits():
@@ -265,23 +256,3 @@ def test_mixtures_are_refused():
     mixture = lp.Mixture([lp.Full(nn.Linear(2, 2), "classification").fit([(x, torch.arange(20) % 2)])])
     with pytest.raises(UnsupportedError, match="no posterior"):
         lp.conformalize(mixture, [(x, torch.arange(20) % 2)])
-
-
-@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
-def test_another_fit_or_calibration_is_found_out():
-    x, y = torch.randn(40, 2), torch.arange(40) % 2
-    posterior = lp.SampledLaplace(nn.Linear(2, 2), "classification", n_samples=4).fit([(x, y)])
-    made = lp.conformalize(posterior, [(x, y)])
-    assert made.predict_set(x).shape == (40, 2)
-    posterior.fit([(x, 1 - y)])
-    with pytest.raises(ConfigurationError, match="has changed"):
-        made.predict_set(x)
-    calibrated = lp.calibrate(posterior, [(x, y)], "vector")
-    made = lp.conformalize(calibrated, [(x, y)])
-    for name, value in (("temperature", 3.0), ("bias", torch.ones(2))):
-        before = getattr(calibrated, name)
-        setattr(calibrated, name, value)
-        with pytest.raises(ConfigurationError, match="has changed"):
-            made.predict_set(x)
-        setattr(calibrated, name, before)
-    assert made.predict_set(x).shape == (40, 2)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
@@ -31,28 +30,19 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import checks, io
+from laplace_plus import checks
 from laplace_plus.applications.scaling import fit_scaling, scaled
-from laplace_plus.errors import (
-    CheckpointError,
-    ConfigurationError,
-    ConvergenceWarning,
-    DataError,
-    UnsupportedError,
-    warn,
-)
-from laplace_plus.io.passes import once, resumable
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import can_be_cut, cut, iterate
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors import GaussianPosterior, Posterior, load
+from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
-from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning import fitted_data
 from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Leverages, leave_one_out
 
@@ -176,42 +166,20 @@ class CalibratedPosterior:
         report = {key: None if value != value else value for key, value in asdict(self.report).items()}
         self.posterior.save(path, calibration={**header, "report": report}, **entries)
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> CalibratedPosterior:
-        """As :func:`laplace_plus.load`, which also reads what :meth:`save` wrote; and the two folders of 0.1.0."""
-        if (Path(path) / "calibration").is_dir():
-            found = load(Path(path) / "posterior", model, likelihood=likelihood)
-            return _calibrated(found, io.read(Path(path) / "calibration")[0].get("calibration"))
-        found = load(path, model, likelihood=likelihood)
-        if not isinstance(found, cls):
-            raise CheckpointError("No calibration was found.", expected="a folder that save() wrote", got=str(path))
-        return found
-
 
 def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
-    """What was saved; :class:`CheckpointError` for anything else."""
-    try:
-        report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
-        numbers: Any = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
-        checks.choice("link", found["link"], posterior.likelihood.links)
-        checks.positive("temperature", numbers["temperature"])
-        one = (posterior.n_outputs,)
-        shapes = {"weight": (one, 2 * one), "bias": (one,)}
-        scaling: Any = {name: torch.tensor(found[name], dtype=torch.float64) for name in shapes if found.get(name)}
-        for name, own in scaling.items():
-            if own.shape not in shapes[name] or not bool(own.isfinite().all()):
-                raise ValueError(f"{name} {list(own.shape)} for {one[0]} outputs")
-        return CalibratedPosterior(
-            posterior, **numbers, link=found["link"], report=CalibrationReport(**report), **scaling
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError("The saved calibration cannot be read.", got=repr(error)) from error
+    """What was saved."""
+    report = {key: math.nan if value is None else value for key, value in found["report"].items()}
+    scaling: Any = {
+        name: torch.tensor(found[name], dtype=torch.float64) for name in ("weight", "bias") if found.get(name)
+    }
+    numbers = {name: found[name] for name in ("temperature", "covariance_scale", "link")}
+    return CalibratedPosterior(posterior, **numbers, report=CalibrationReport(**report), **scaling)
 
 
 WRAPPERS["calibration"] = _calibrated
 
 
-@resumable
 def calibrate(
     posterior: Posterior,
     data: Iterable[Any] | None = None,
@@ -228,7 +196,6 @@ def calibrate(
     fallback: Literal["raise", "marginal_likelihood"] = "raise",
     refit: Refit | None = None,
     progress: bool = False,
-    checkpoint: str | os.PathLike[str] | None = None,
 ) -> CalibratedPosterior:
     """Calibrate a classifier; see :mod:`laplace_plus.applications.calibration`.
 
@@ -258,15 +225,12 @@ def calibrate(
         refit: Instead of the fallback, a function that trains a network on 80 % of the training data, given as a list
             of batches, and returns it. ``T ≥ 1`` is fitted to the other 20 %; predictions have no covariance.
         progress: Whether to show a progress bar.
-        checkpoint: A folder for finished parts of passes over data, and a refitted network's outputs; a call that finds
-            some goes on from them, to the same result. Data must come in the same order.
 
     Returns:
         A posterior with its own ``predictive``, and with ``.temperature``, ``.covariance_scale`` and ``.report``.
 
     Raises:
         NotFittedError: Before ``fit``.
-        CheckpointError: The checkpoint is of another posterior, other data, another order of them, or other arguments.
         ConfigurationError: Unknown choices, or no weight decay.
         UnsupportedError: No classifier, or one that interpolates its training data.
         DataError: Other data than were fitted to.
@@ -291,22 +255,30 @@ def calibrate(
         ('temperature', True)
     """
     checks.choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
+    kind: Any = GaussianPosterior if method == "leave_one_out" else Posterior
+    if not isinstance(posterior, kind):
+        expected, got = f"a fitted {kind.__name__}, such as lp.KFAC", type(posterior).__name__
+        raise ConfigurationError("This cannot be calibrated.", expected=expected, got=got)
+    posterior.require_fit()
+    if not posterior.likelihood.is_classifier:
+        what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
+        fix = 'Use fit_prior_precision("leave_one_out"), which tunes precision and noise.'
+        raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
+    sampling: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator}
     if method != "leave_one_out":
         if data is None or any(one is not None for one in (training_prior_precision, weight_decay, refit)):
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
             raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
-        _require_classifier(posterior, Posterior)
-        options: dict[str, Any] = {"n_samples": n_samples, "generator": generator, "progress": progress}
-        scaling = fit_scaling(posterior, data, method, link=link, **options)
+        scaling = fit_scaling(posterior, data, method, progress=progress, **sampling)
         found = {name: getattr(scaling, name) for name in ("calibrated_nll", "held_out_nll", "converged")}
         report = CalibrationReport(rule=method, fitted_temperature=scaling.temperature, **found)
         numbers: dict[str, Any] = {name: getattr(scaling, name) for name in ("temperature", "weight", "bias", "link")}
         return CalibratedPosterior(copy.copy(posterior), covariance_scale=1.0, report=report, **numbers)
     known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
-    _check(posterior, fallback, interpolation)
-    assert isinstance(posterior, GaussianPosterior)
+    checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
+    checks.number("interpolation", interpolation, least=0.0)
     link = posterior.likelihood.links[0] if link is None else link
-    checks.choice("link", link, tuple(name for name in posterior.likelihood.links if name != "bridge"))
+    checks.choice("link", link, [name for name in posterior.likelihood.links if name != "bridge"])
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
     training_nll, n_terms = _training_loss(posterior, again, progress)
     own = copy.copy(posterior)  # shares the curvature and the network
@@ -317,7 +289,7 @@ def calibrate(
 
     if not known or training_nll < interpolation:
         if refit is not None:
-            fold = once("refit", lambda: _refitted_outputs(posterior, again, refit, generator))
+            fold = _refitted_outputs(posterior, again, refit, generator)
             fitted, loss, inside = _best_temperature(posterior.likelihood, fold, (1.0, 1e3))
             found = {"fitted_temperature": fitted, "calibrated_nll": loss, "converged": inside}
             return result("refit", temperature=fitted, **found)
@@ -333,10 +305,8 @@ def calibrate(
         what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
         expected = f"a mean training loss of at least {interpolation:.3g} nats"
         raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
-    if training_prior_precision is None:
-        assert weight_decay is not None
-        training_prior_precision = n_terms * weight_decay / float(posterior.temperature)
-    own.prior_precision = as_hyperparameter(training_prior_precision)
+    decay = n_terms * (weight_decay or 0.0) / float(posterior.temperature)
+    own.prior_precision = decay if training_prior_precision is None else training_prior_precision
     left = leave_one_out(own, again, kappa=kappa, leverages=leverages, progress=progress)
     observations = left.likelihood.rows(left.mean.double(), left.targets)
     fitted, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
@@ -358,25 +328,6 @@ def calibrate(
     if leverages == "last_layer":
         return result("network", calibrated_nll=found["leave_one_out_nll"], **found)
     return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
-
-
-def _require_classifier(posterior: Any, kind: Any) -> None:
-    if not isinstance(posterior, kind):
-        expected, got = f"a fitted {kind.__name__}, such as lp.KFAC", type(posterior).__name__
-        raise ConfigurationError("This cannot be calibrated.", expected=expected, got=got)
-    posterior.require_fit()
-    if not posterior.likelihood.is_classifier:
-        what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
-        fix = 'Use fit_prior_precision("leave_one_out"), which tunes precision and noise.'
-        raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
-
-
-def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
-    _require_classifier(posterior, GaussianPosterior)
-    checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
-    if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
-        what = "interpolation must be a non-negative number."
-        raise ConfigurationError(what, expected="interpolation >= 0", got=repr(interpolation))
 
 
 @full_precision

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,9 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.applications.calibration import CalibratedPosterior
-from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
-from laplace_plus.io import digest
+from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.network.batches import batch_size, describe, iterate
-from laplace_plus.posteriors import GaussianPosterior, Posterior
+from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction
 
@@ -51,12 +49,11 @@ class ConformalPosterior:
     """A posterior with thresholds for sets or intervals; see :func:`conformalize`. Predictions stay as they are.
 
     Attributes:
-        posterior: The posterior, which must not be tuned or fitted again.
+        posterior: A copy of the posterior, of that moment; it must not be tuned or fitted again.
         score: The name of the score.
         level: The probability with which a new target is to be held.
         thresholds: By group q ``[G]``, for numbers ``[G, C]``, float64 on the CPU; one group without ``by``.
         by: None, ``"class"`` or a function of the inputs.
-        state: What the posterior was like.
     """
 
     posterior: Posterior | CalibratedPosterior
@@ -64,7 +61,6 @@ class ConformalPosterior:
     level: float
     thresholds: Tensor
     by: str | Grouping | None
-    state: dict[str, str]
 
     def __repr__(self) -> str:
         return f"ConformalPosterior({self.posterior!r}, score={self.score!r}, level={self.level})"
@@ -83,7 +79,6 @@ class ConformalPosterior:
 
         Raises:
             UnsupportedError: The posterior is no classifier.
-            ConfigurationError: It was tuned or fitted again.
         """
         prediction = self._predict(x, CLASS_SCORES, generator)
         scores = _class_scores(prediction, self.score, generator)
@@ -109,18 +104,13 @@ class ConformalPosterior:
         if callable(self.by):
             raise UnsupportedError("Groups by a function cannot be saved.", fix="Save the posterior alone.")
         limits = [None if math.isinf(q) else q for q in self.thresholds.flatten().tolist()]  # JSON has no infinity
-        entry = {"score": self.score, "level": self.level, "by": self.by, "state": self.state}
-        entry |= {"thresholds": limits, "shape": list(self.thresholds.shape)}
-        self.posterior.save(path, conformal=entry)
+        entry = {"score": self.score, "level": self.level, "by": self.by, "thresholds": limits}
+        self.posterior.save(path, conformal={**entry, "shape": list(self.thresholds.shape)})
 
     def _predict(self, x: Any, scores: tuple[str, ...], generator: torch.Generator | None) -> Prediction:
         if self.score not in scores:
             method = "predict_set" if self.score in CLASS_SCORES else "interval"
             raise UnsupportedError(f"The score {self.score!r} has none.", fix=f"Call {method}(x).")
-        now = _state(self.posterior)
-        if changed := [name for name, before in self.state.items() if now.get(name) != before]:
-            what, fix = "The posterior has changed, and its thresholds no longer hold.", "Call lp.conformalize again."
-            raise ConfigurationError(what, expected="the posterior as it was", got=f"another {changed[0]}", fix=fix)
         return self.posterior.predictive(x, generator=generator)
 
     def _limits(self, x: Any, n_rows: int) -> Tensor:
@@ -142,7 +132,7 @@ def conformalize(
     """Sets or intervals with a guaranteed coverage, from held-out data; see :mod:`laplace_plus.applications.conformal`.
 
     Args:
-        posterior: A fitted and tuned posterior, or a calibrated one. Tuning it again voids the result, which says so.
+        posterior: A fitted and tuned posterior, or a calibrated one, of which the result keeps a copy.
         data: Held-out batches, which neither training nor tuning has seen.
         level: The probability with which sets are to hold a new target, strictly between 0 and 1.
         score: ``"threshold"`` (the default of classes), ``"adaptive"``, ``"regularized"``; ``"scaled"`` (of numbers),
@@ -173,8 +163,7 @@ def conformalize(
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
     score = known[0] if score is None else score
     checks.choice("score", score, known)
-    if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
-        raise ConfigurationError("The level is no probability.", expected="0 < level < 1", got=repr(level))
+    checks.number("level", level, above=0.0, most=1.0 - 2**-53)
     if by is not None and not callable(by):
         checks.choice("grouping", by, ("class",) if likelihood.is_classifier else ())
     found, n_classes = [], 1
@@ -201,7 +190,7 @@ def conformalize(
     thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
     for one in group.unique().tolist():
         thresholds[one] = threshold(scores[group == one], level)
-    return ConformalPosterior(posterior, score, float(level), thresholds, by, _state(posterior))
+    return ConformalPosterior(copy.copy(posterior), score, float(level), thresholds, by)
 
 
 def threshold(scores: Tensor, level: float) -> Tensor:
@@ -250,31 +239,10 @@ def _number_scores(prediction: Prediction, values: Tensor, score: str, level: fl
     return found.flatten(0, -2)
 
 
-def _state(posterior: Any) -> dict[str, str]:
-    inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
-    inner.require_fit()
-    own = {name: str(getattr(inner, name, None)) for name in ("n_data", "link", "covariance_scale", "predictive_mean")}
-    parts: dict[str, Tensor] = {}
-    if isinstance(inner, GaussianPosterior):
-        parts["data"] = inner.sums.statistics
-    elif isinstance(inner, Posterior):
-        with suppress(ConfigurationError):  # it has no state to save
-            parts = {f"fit's {name}": x.flatten()[:: 1 + x.numel() // 1024] for name, x in inner.state()[1].items()}
-    if inner is not posterior:
-        own["calibration"] = str([posterior.temperature, posterior.covariance_scale, posterior.link])
-        parts |= {name: x for name in ("weight", "bias") if (x := getattr(posterior, name)) is not None}
-    return {**inner.hyperparameter_digests(), **own, **{name: digest(x) for name, x in parts.items()}}
-
-
 def _restored(posterior: Any, entry: Any) -> ConformalPosterior:
-    try:
-        limits = [math.inf if q is None else float(q) for q in entry["thresholds"]]
-        thresholds = torch.tensor(limits, dtype=torch.float64).view(entry["shape"])
-        checks.choice("score", entry["score"], CLASS_SCORES + NUMBER_SCORES)
-        own = entry["score"], float(entry["level"]), thresholds, entry["by"], dict(entry["state"])
-        return ConformalPosterior(posterior, *own)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError("The saved thresholds cannot be read.", got=repr(error)) from error
+    limits = [math.inf if q is None else q for q in entry["thresholds"]]
+    thresholds = torch.tensor(limits, dtype=torch.float64).view(entry["shape"])
+    return ConformalPosterior(posterior, entry["score"], entry["level"], thresholds, entry["by"])
 
 
 WRAPPERS["conformal"] = _restored

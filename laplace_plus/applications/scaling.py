@@ -14,7 +14,6 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError, warn
-from laplace_plus.io.passes import Sums, summed
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.posteriors import Posterior
@@ -69,14 +68,13 @@ def fit_scaling(
     if method == "matrix" and size > MANY_OUTPUTS:
         what = "A matrix has too many entries for held-out data."
         raise UnsupportedError(what, expected=f"at most {MANY_OUTPUTS} outputs", got=f"{size}", fix='Use "vector".')
-    sums = Sums(parts=[])
-    loader = iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}")
-    for batch in summed("scaling", loader, sums):
+    parts = []
+    for batch in iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}"):
         mean, covariance = posterior.functional_posterior(batch.inputs, generator=generator)
         likelihood.validate(mean, batch.target)
         flat, targets, weight = likelihood.rows(mean.double(), batch.target)
-        sums.parts.append((flat, covariance.double().reshape(len(flat), flat.shape[1], -1), targets, weight))
-    mean, covariance, targets, weight = (torch.cat(column) for column in zip(*sums.parts, strict=True))
+        parts.append((flat, covariance.double().reshape(len(flat), flat.shape[1], -1), targets, weight))
+    mean, covariance, targets, weight = (torch.cat(column) for column in zip(*parts, strict=True))
     if not bool(weight.any()):
         raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
     first = {"temperature": mean.new_zeros(1), "vector": mean.new_ones(size), "matrix": torch.eye(size).to(mean)}
