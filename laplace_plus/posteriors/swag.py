@@ -24,20 +24,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus._memory import require_free, require_room
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network import batches
-from laplace_plus.network.gradients import forward_parts, whole_layout
+from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network, unwrap
 from laplace_plus.network.selection import Selection, refine
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.predicting import Method
-from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.posteriors.sgd_path import DiagonalSWAG, PathMoments
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
@@ -46,24 +45,6 @@ from laplace_plus.structured.eigen import EigenFactor
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
-
-
-class Snapshots:
-    """The running mean of weights ``[P]`` on a path, the sum of their squared deviations, and their last deviations."""
-
-    def __init__(self, like: Tensor, rank: int):
-        self.mean = self.squares = torch.zeros_like(like, dtype=torch.float64)
-        self.rank, self.count, self.deviations = rank, 0, like.new_zeros(0, len(like))
-
-    def add(self, vector: Tensor) -> None:
-        """Take up weights."""
-        self.count += 1
-        step = vector.to(self.mean) - self.mean
-        self.mean = self.mean + step / self.count
-        deviation = vector.to(self.mean) - self.mean
-        self.squares = self.squares + step * deviation
-        kept = torch.cat([self.deviations, deviation[None].to(self.deviations)])
-        self.deviations = kept[max(0, len(kept) - self.rank) :]
 
 
 class SWAG(Posterior):
@@ -95,7 +76,7 @@ class SWAG(Posterior):
 
     Raises:
         ConfigurationError: A number out of range, besides what :class:`Posterior` raises. By :meth:`fit`, a single
-            snapshot, or a memory budget that does not hold the deviations.
+            snapshot.
         NonFiniteError: By :meth:`fit`, where training diverges.
 
     Example:
@@ -107,7 +88,8 @@ class SWAG(Posterior):
     """
 
     default_method: Method = "sampled"
-    _collected: Snapshots | None = None
+    _collected: PathMoments | None = None
+    _path: PathMoments
     _variance: Tensor
     _deviations: Tensor
     _seeds: Tensor | None = None
@@ -169,32 +151,24 @@ class SWAG(Posterior):
             network = Network(model, refine(network.selected), self.likelihood.arrange)
         network.check_finite()
         vector = network.vector().to(self.network.device)
-        if self._collected is None:
-            self.require_vectors(self.rank + 4, "the deviations")
-            self._collected = Snapshots(vector, self.rank)
-        self._collected.add(vector)
+        self._collected = (self._collected or PathMoments.none(vector)).plus(vector, self.rank)
         return self
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        path, norms = copy.copy(self._collected), self._norms(self.network.model)
+        path, norms = self._collected, self._norms(self.network.model)
         if path is None or norms:
             require_restartable(data, "SWAG passes over the data several times.")
         n_data, n_outputs = self._survey(data, progress)
         if path is None:
-            self.require_vectors(self.rank + 4, "the deviations")
-            path = Snapshots(self.network.vector(), self.rank)
-            options: Any = {"name": "SWAG", "progress": progress, "generator": generator}
-            self._training.follow(self.network, self.likelihood, data, path.add, **options)
+            options: Any = {"rank": self.rank, "name": "SWAG", "progress": progress, "generator": generator}
+            path = self._training.follow(self.network, self.likelihood, data, **options)
         if path.count < 2:  # noqa: PLR2004
             what, fix = "One snapshot has no variance.", "Call collect(model) after each epoch."
             raise ConfigurationError(what, expected="two snapshots or more", got=f"{path.count}", fix=fix)
         self._adopt(path)
         self._seeds, self._statistics = None, {}
         if norms:
-            each = sum(buffer.nbytes for own in norms.values() for buffer in own.buffers())
-            what, device = f"Statistics of {self.n_members} draws", self.network.device
-            require_free(self.n_members * (2 * each + 64), what, device, "Lower n_members.")
             source = torch.Generator().manual_seed(draw_seed(generator))
             self._seeds = torch.tensor([draw_seed(source) for _ in range(self.n_members)])
             self._statistics = self._normalised(data, progress)
@@ -204,7 +178,6 @@ class SWAG(Posterior):
         """The numbers of data and outputs; errors for targets that do not fit."""
         seen, n_outputs, count, doubt, likelihood = 0, 0, 0.0, 0.0, self.likelihood
         for batch in self.batches(data, progress=progress, description="SWAG: data"):
-            forward_parts(self.network, batch.inputs)
             outputs = self.network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
             count += float(likelihood.rows(outputs, batch.target)[2].sum())
@@ -216,12 +189,12 @@ class SWAG(Posterior):
             doubt_logits(likelihood, doubt)
         return seen, n_outputs
 
-    def _adopt(self, path: Snapshots) -> None:
+    def _adopt(self, path: PathMoments) -> None:
         """Take over the moments of a path, scaled."""
         dtype, k = self.network.dtype, len(path.deviations)
         scale = (0.5 if self.rank else 1.0) if self.scale is None else self.scale
         self.mean, self._path = path.mean.to(dtype), path
-        self._variance = (scale * (path.squares / path.count).clamp(min=_LEAST)).to(dtype)
+        self._variance = (scale * path.variance.clamp(min=_LEAST)).to(dtype)
         self._deviations = path.deviations.to(dtype) * (scale / max(1, k - 1)) ** 0.5
 
     # -- batch normalisation -------------------------------------------------------------------------------------------
@@ -248,8 +221,6 @@ class SWAG(Posterior):
             if size < 2:  # noqa: PLR2004  -- a single example has no variance
                 continue
             seen += size
-            what = f"the statistics of a batch of {size} examples"
-            require_room(size * self.network.bytes_forward, what, self.network.device, if_given=True)
             for own in norms.values():
                 own.momentum = size / seen  # the mean over the examples so far
             args, keywords = batches.bind(moving, batch.inputs)
@@ -276,7 +247,7 @@ class SWAG(Posterior):
             known = network.substitute(self._member(number))
             known |= {name: every[number] for name, every in self._statistics.items()}
             with torch.no_grad():
-                yield torch.cat([network(part, known) for part in forward_parts(network, x)])
+                yield network(x, known)
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
@@ -346,21 +317,9 @@ class SWAG(Posterior):
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        path = Snapshots(self.network.vector(), self.rank)
-        path.mean, path.squares = (tensors[f"path.{name}"].double().view_as(path.mean) for name in ("mean", "squares"))
-        path.deviations, path.count = tensors["path.deviations"].to(self.network.vector()), int(header["count"])
-        if path.count < 2 or path.deviations.shape != (min(self.rank, path.count), len(path.mean)):  # noqa: PLR2004
-            raise ValueError(f"deviations {tuple(path.deviations.shape)} of {path.count} snapshots")
-        if not bool((path.squares >= 0).all()):
-            raise ValueError("negative variances")
-        self._adopt(path)
-        self._collected = copy.copy(path) if header["collected"] else None
+        like, found = self.network.vector(), [tensors[f"path.{name}"] for name in ("mean", "squares", "deviations")]
+        self._adopt(PathMoments(found[0].double(), found[1].double(), found[2].to(like), int(header["count"])))
+        self._collected = self._path if header["collected"] else None
         self._seeds = tensors["seeds"].cpu() if "seeds" in tensors else None
         prefix = "statistics."
         self._statistics = {k.removeprefix(prefix): own for k, own in tensors.items() if k.startswith(prefix)}
-        buffers, wanted = dict(self.network.model.named_buffers()), set[str]()
-        for name in self._norms(self.network.model):
-            wanted |= {f"{name}.{kind}" if name else kind for kind in ("running_mean", "running_var")}
-        shapes = {name: (self.n_members, *buffers[name].shape) for name in wanted}
-        if (self._seeds is None) == bool(wanted) or {n: own.shape for n, own in self._statistics.items()} != shapes:
-            raise ValueError("statistics of other normalisations")

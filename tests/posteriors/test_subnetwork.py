@@ -291,9 +291,9 @@ def test_bad_requests_are_named(problem):
         make("0", parameters="2.*").fit(data)
     with pytest.raises(DataError, match="before the fit"):
         make(lp.LargestVariance(3)).fit(iter(data))
-    with pytest.raises(ConfigurationError, match="one snapshot|One snapshot"):
+    with pytest.raises(ConfigurationError, match="n_snapshots"):
         lp.DiagonalSWAG(n_snapshots=1)
-    with pytest.raises(ConfigurationError, match="SGD"):
+    with pytest.raises(ConfigurationError, match="learning_rate"):
         lp.DiagonalSWAG(learning_rate=0.0)
     posterior = make(lp.Random(3)).fit(data)
     with pytest.raises(ConfigurationError, match="not those of the candidates"):

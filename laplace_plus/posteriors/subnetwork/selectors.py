@@ -22,7 +22,7 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.selection import Selection, refine, select
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
-from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.posteriors.sgd_path import DiagonalSWAG
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,10 @@ class LargestVariance(Selector):
         candidates = task.candidates
         _count(self.size, candidates.n_parameters)  # before the work
         if isinstance(self.variances, DiagonalSWAG):
-            variances = self.variances.run(
+            path = self.variances.follow(
                 candidates.network, candidates.likelihood, task.data, progress=task.progress, generator=task.generator
             )
+            variances = path.variance.to(candidates.network.dtype)
         else:
             diagonal = get_posterior("Diagonal")(
                 candidates.network.model,

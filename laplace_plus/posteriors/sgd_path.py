@@ -1,9 +1,9 @@
-"""Variances of weights on the path of stochastic gradient descent (SWAG; Maddox et al., 2019), entry by entry."""
+"""Weights on the path of stochastic gradient descent, and their moments (SWAG; Maddox et al., 2019)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,49 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus._memory import require_room
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
+from laplace_plus.errors import NonFiniteError, SelectionError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import batches
-from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.network import Network
+
+
+@dataclass(frozen=True)
+class PathMoments:
+    """What is known of the weights ``θ_1 … θ_T`` on a path.
+
+    Attributes:
+        mean: The running mean ``θ̄_T``, ``[P]`` float64.
+        squares: ``Σ (θ_t − θ̄_T)²``, ``[P]`` float64.
+        deviations: ``θ_t − θ̄_t`` of the last weights, ``[k, P]``.
+        count: T.
+    """
+
+    mean: Tensor
+    squares: Tensor
+    deviations: Tensor
+    count: int = 0
+
+    @classmethod
+    def none(cls, like: Tensor) -> PathMoments:
+        """Those of no weights yet; they will be ``like`` a vector ``[P]``."""
+        zeros = torch.zeros_like(like, dtype=torch.float64)
+        return cls(zeros, zeros, like.new_zeros(0, len(like)))
+
+    def plus(self, vector: Tensor, rank: int = 0) -> PathMoments:
+        """With further weights ``[P]``; the last ``rank`` deviations are kept."""
+        count = self.count + 1
+        step = vector.to(self.mean) - self.mean
+        mean = self.mean + step / count
+        deviation = vector.to(mean) - mean
+        kept = torch.cat([self.deviations, deviation[None].to(self.deviations)])
+        return PathMoments(mean, self.squares + step * deviation, kept[max(0, len(kept) - rank) :], count)
+
+    @property
+    def variance(self) -> Tensor:
+        """``1/T Σ θ_t² − θ̄_T²``, ``[P]`` float64."""
+        return self.squares / self.count
 
 
 @dataclass(frozen=True)
@@ -35,7 +70,7 @@ class DiagonalSWAG:
         weight_decay: Of SGD.
 
     Raises:
-        ConfigurationError: A number out of range; or a given memory budget does not hold a step on a batch.
+        ConfigurationError: A number out of range.
     """
 
     learning_rate: float = 0.01
@@ -44,62 +79,38 @@ class DiagonalSWAG:
     weight_decay: float = 3e-4
 
     def __post_init__(self) -> None:
-        checks.count("n_snapshots", self.n_snapshots)
-        if self.n_snapshots < 2:  # noqa: PLR2004
-            raise ConfigurationError("The variance of one snapshot is zero.", expected="n_snapshots >= 2", got="1")
-        if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
-            expected = "learning_rate > 0, 0 <= momentum < 1, weight_decay >= 0"
-            raise ConfigurationError("SGD cannot run with these settings.", expected=expected, got=repr(self))
-
-    def run(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Variances ``[P]`` of the network's selected entries, over the snapshots (divided by their number)."""
-        start, count = network.vector().double(), 0
-        mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
-
-        def take(vector: Tensor) -> None:
-            nonlocal count
-            deviation, count = vector.double() - start, count + 1
-            step = deviation - mean
-            mean.add_(step / count)
-            square.add_(step * (deviation - mean))
-
-        self.follow(network, likelihood, data, take, progress=progress, generator=generator)
-        return (square / self.n_snapshots).to(network.dtype)
+        checks.count("n_snapshots", self.n_snapshots, 2, fix="The variance of one snapshot is zero.")
+        checks.positive("learning_rate", self.learning_rate)
+        checks.number("momentum", self.momentum, least=0.0, most=1.0)
+        checks.number("weight_decay", self.weight_decay, least=0.0)
 
     def follow(
         self,
         network: Network,
         likelihood: Likelihood,
         data: Iterable[Any],
-        take: Callable[[Tensor], Any],
         *,
+        rank: int = 0,
         name: str = "DiagonalSWAG",
         progress: bool = False,
         generator: torch.Generator | None = None,
-    ) -> None:
-        """Train, and give the weights ``[P]`` to ``take`` as each epoch ends; progress and errors have the ``name``."""
+    ) -> PathMoments:
+        """Train, and give the moments of the network's selected entries; progress and errors have the ``name``.
+
+        Raises:
+            NonFiniteError: Training diverges.
+            SelectionError: No output depends on a selected entry.
+        """
         moving = copy.deepcopy(network.model).train().requires_grad_(False)
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
         rates: Any = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
-        optimizer = torch.optim.SGD([vector], **rates)
-        reached, epochs = False, progress_bar(range(self.n_snapshots), enabled=progress, description=f"{name}: epochs")
+        optimizer, moments, reached = torch.optim.SGD([vector], **rates), PathMoments.none(network.vector()), False
+        epochs = progress_bar(range(self.n_snapshots), enabled=progress, description=f"{name}: epochs")
         with global_randomness(network.device, generator), torch.enable_grad():
             for epoch in epochs:
                 for batch in batches.iterate(data, device=network.device):
-                    forward_parts(network, batch.inputs)
-                    size = len(batch.target)  # which stays whole: batch normalisation makes examples depend
-                    each, what = network.bytes_per_example or 0, f"a step of training on {size} examples"
-                    require_room(size * each, what, network.device, if_given=True)
-                    args, kwargs = batches.bind(moving, batch.inputs)
-                    raw = torch.func.functional_call(moving, network.substitute(vector), args, kwargs)
+                    args, keywords = batches.bind(moving, batch.inputs)
+                    raw = torch.func.functional_call(moving, network.substitute(vector), args, keywords)
                     outputs = likelihood.arrange(batches.output_tensor(raw))
                     if not bool(torch.isfinite(outputs).all()):
                         what, fix = f"{name} diverged in epoch {epoch + 1}.", "Use a smaller learning_rate."
@@ -114,4 +125,5 @@ class DiagonalSWAG:
                 if not reached:
                     what, expected = f"{name} has nothing to train.", "outputs that depend on selected parameters"
                     raise SelectionError(what, expected=expected, got="losses without gradients")
-                take(vector.detach())
+                moments = moments.plus(vector.detach(), rank)
+        return moments
