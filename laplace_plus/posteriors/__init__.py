@@ -24,7 +24,6 @@ from laplace_plus.posteriors.swag import SWAG
 from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA
 from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.variational_last_layer import VariationalLastLayer
-from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING
 
@@ -70,7 +69,6 @@ __all__ = [
     "SWAG",
     "SampledEvidence",
     "SampledLaplace",
-    "ScaleFit",
     "Selector",
     "Subnetwork",
     "Summary",

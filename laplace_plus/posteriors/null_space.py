@@ -7,7 +7,6 @@ model is, up to a constant, ``½ (r log α − α ‖θ̂ − μ‖²)``, so tha
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,19 +19,19 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.projection.noise import ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
-from laplace_plus.posteriors.sample_based import held_out_scores
+from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
 from laplace_plus.tuning.base import require_only
-from laplace_plus.tuning.validation import grid_settled
 
-_WHY = "The projection passes over the data again and again."
+WHY = "The projection passes over the data again and again."
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,38 @@ class LineSearch:
     def tune(
         self, posterior: NullSpace, *, progress: bool = False, generator: torch.Generator | None = None
     ) -> TuningResult:
-        """Search by halving; arguments as for :class:`~laplace_plus.Tuner`."""
-        return posterior.run_tuner(self, progress=progress, generator=generator)
+        """Bisect the logarithm of α, to a twentieth of a decade; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            DataError: Training data that are not known any more.
+        """
+        data, mean = posterior.training_data.again(self.data, WHY), posterior.mean
+        samples, optimum = posterior.noise.null_space[: self.n_samples], posterior.optimal_precision()
+
+        def loss(decade: float) -> float:
+            return _training_loss(posterior, data, mean + (optimum * 10.0**decade) ** -0.5 * samples)
+
+        highest = _training_loss(posterior, data, mean[None]) + self.allowance
+        low, high, count = -12.0, 12.0, 2  # decades of α around the optimum
+        while high - low > 0.05:  # noqa: PLR2004
+            middle, count = (low + high) / 2, count + 1
+            low, high = (low, middle) if loss(middle) <= highest else (middle, high)
+        precision = torch.tensor(optimum * 10.0**high, dtype=mean.dtype)
+        return TuningResult("line_search", precision, None, -loss(high), True, n_evaluations=count)
+
+
+def _training_loss(posterior: NullSpace, data: Iterable[Any], vectors: Tensor) -> float:
+    """The mean negative log-likelihood over targets and networks."""
+    network, likelihood, total, count = posterior.network, posterior.likelihood, 0.0, 0.0
+    with torch.no_grad():
+        for batch in posterior.batches(data):
+            for vector in vectors:
+                outputs = network(batch.inputs, network.substitute(vector))
+                if not bool(torch.isfinite(outputs).all()):
+                    return math.inf
+                total -= float(likelihood.log_likelihood(likelihood.statistics(outputs, batch.target)))
+                count += float(likelihood.rows(outputs, batch.target)[2].sum())
+    return total / max(1.0, count)
 
 
 class NullSpace(ProjectedNoisePosterior):
@@ -97,7 +126,7 @@ class NullSpace(ProjectedNoisePosterior):
             ``AlternatingProjection`` with options.
         n_samples: Number k of samples.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown kind of rows, projector or number.
@@ -117,7 +146,7 @@ class NullSpace(ProjectedNoisePosterior):
         "line_search": LineSearch,
         "validation": Validation,
     }
-    stored_as = ("directions",)
+    keeps_range = False
 
     def __init__(
         self,
@@ -139,10 +168,9 @@ class NullSpace(ProjectedNoisePosterior):
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        start = self._start(data, generator, _WHY)
-        noise = self._project(self.network, data, start, progress=progress)
-        self._take_noise(noise, self.network.vector(), start)
-        noise.report.warn_unless_converged()
+        require_restartable(data, WHY)
+        self.n_data, self.n_outputs, _ = survey(self, data)
+        self._fit_noise(self.network, data, draw_seed(generator), progress=progress)
 
     @property
     def null_space_dimension(self) -> Estimate:
@@ -160,74 +188,27 @@ class NullSpace(ProjectedNoisePosterior):
     def _scatter(self) -> Tensor:
         return (self.mean - self._prior_mean.to(self.mean)).double().square().sum()
 
-    @override
-    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
-        """Choose α.
-
-        :class:`~laplace_plus.MarginalLikelihood`, also called ``"optimal"``, is ``rank / ‖θ̂ − μ‖²`` here, and
-        :class:`~laplace_plus.Validation` tries a grid of half decades around it. Neither takes further options, but for
-        the latter's ``link`` and ``n_samples``.
-
-        Raises:
-            ConfigurationError: Weights that are all at the prior mean, or an option that means nothing here.
-            DataError: Training data that are not known any more.
-        """
+    def optimal_precision(self) -> float:
+        """``α = r / ‖θ̂ − μ‖²``, which maximises the evidence; ConfigurationError for weights at the prior mean."""
         scatter = self._scatter()
         if not scatter > 0:
             raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
-        optimum, converged = float(self.report.rank.value / scatter), True
-        if isinstance(tuner, MarginalLikelihood):
-            require_only(type(self).__name__, tuner)
-            method, chosen, value, count = tuner.name, optimum, float(self.relative_log_evidence(optimum)), 1
-        elif isinstance(tuner, LineSearch):
-            method, data = "line_search", self.training_data.again(tuner.data, _WHY)
-            chosen, value, count = self._line_search(data, tuner, optimum)
-        else:
-            assert isinstance(tuner, Validation) and tuner.data is not None
-            require_only(type(self).__name__, tuner, "data", "link", "n_samples")
-            require_restartable(tuner.data, "Each precision is tried on the data.")
-            grid = torch.tensor([optimum * 10.0 ** (step / 2) for step in range(-8, 17)], dtype=torch.float64)
-            losses = [-self._held_out(tuner, alpha, generator) for alpha in grid.tolist()]
-            best = min(range(len(grid)), key=losses.__getitem__)
-            method, chosen, value, count = "validation", float(grid[best]), -losses[best], len(grid)
-            converged = grid_settled(grid, torch.tensor(losses), best, method, chosen)
-        precision = torch.tensor(chosen, dtype=self.mean.dtype)
-        return TuningResult(method, precision, None, value, converged, n_evaluations=count)
+        return float(self.report.rank.value / scatter)
 
-    def _held_out(self, tuner: Validation, alpha: float, generator: torch.Generator | None) -> float:
-        """The mean log-probability of held-out targets at a precision; each sees the same random numbers."""
-        other, source = copy.copy(self), None if generator is None else generator.clone_state()
-        other._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
-        options: dict[str, Any] = {"link": tuner.link, "n_samples": tuner.n_samples, "generator": source}
-        assert tuner.data is not None
-        return float(held_out_scores(other, tuner.data, lambda x: [other.predictive(x, **options)]))
+    def tunables(self) -> dict[str, list[float]]:
+        """What :class:`~laplace_plus.Validation` tries: half decades of α around the optimum of the evidence."""
+        optimum = self.optimal_precision()
+        return {"prior_precision": [optimum * 10.0 ** (step / 2) for step in range(-8, 17)]}
 
-    def _line_search(self, data: Iterable[Any], tuner: LineSearch, optimum: float) -> tuple[float, float, int]:
-        """Bisect the logarithm of α, to a twentieth of a decade: its value, minus the loss there, and evaluations."""
-        samples = self.noise.null_space[: tuner.n_samples]
-
-        def loss(decade: float) -> float:
-            return self._training_loss(data, self.mean + (optimum * 10.0**decade) ** -0.5 * samples)
-
-        highest = self._training_loss(data, self.mean[None]) + tuner.allowance
-        low, high, count = -12.0, 12.0, 2  # decades of α around the optimum
-        while high - low > 0.05:  # noqa: PLR2004
-            middle, count = (low + high) / 2, count + 1
-            low, high = (low, middle) if loss(middle) <= highest else (middle, high)
-        return optimum * 10.0**high, -loss(high), count
-
-    def _training_loss(self, data: Iterable[Any], vectors: Tensor) -> float:
-        """The mean negative log-likelihood over targets and networks."""
-        total, count = 0.0, 0.0
-        with torch.no_grad():
-            for batch in self.batches(data):
-                for vector in vectors:
-                    outputs = self.network(batch.inputs, self.network.substitute(vector))
-                    if not bool(torch.isfinite(outputs).all()):
-                        return math.inf
-                    total -= float(self.likelihood.log_likelihood(self.likelihood.statistics(outputs, batch.target)))
-                    count += float(self.likelihood.rows(outputs, batch.target)[2].sum())
-        return total / max(1.0, count)
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """What a tuner finds; :class:`~laplace_plus.MarginalLikelihood`, also called ``"optimal"``, in closed form."""
+        if not isinstance(tuner, MarginalLikelihood):
+            return super().run_tuner(tuner, progress=progress, generator=generator)
+        require_only("NullSpace", tuner)
+        optimum = self.optimal_precision()
+        precision = torch.tensor(optimum, dtype=self.mean.dtype)
+        return TuningResult(tuner.name, precision, None, float(self.relative_log_evidence(optimum)), True)
 
     @override
     def _deviations(self) -> Tensor:

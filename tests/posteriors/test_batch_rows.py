@@ -7,7 +7,6 @@ from problems import generator
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
@@ -106,10 +105,3 @@ def test_positions_are_rows_of_their_own_but_for_losses(kind):
     torch.testing.assert_close(found, (v @ dense.T) / scale, rtol=1e-9, atol=1e-9)
     u = torch.randn(2, rows.shape[0], generator=generator(), dtype=D)
     torch.testing.assert_close((rows.rmatvec(u) * v).sum(), (u * found).sum())
-
-
-def test_unknown_rows_are_named(problem):
-    net, data = problem
-    network = Network(net, "all", lp.Categorical().arrange)
-    with pytest.raises(ConfigurationError, match="Unknown rows"):
-        BatchRows(network, lp.Categorical(), Batch(*data[0]), "all", network.vector())

@@ -19,7 +19,7 @@ from laplace_plus.linalg.null_space import project_null_space
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.projection.rows import Rows, check_rows, inverse_lengths
+from laplace_plus.posteriors.projection.rows import Rows, inverse_lengths
 
 _DENSE_ROWS, _DENSE_ENTRIES = 512, 2**24
 """Bounds below which A becomes a dense matrix: its singular value decomposition then takes well under a second."""
@@ -35,7 +35,6 @@ class BatchRows:
     """
 
     def __init__(self, network: Network, likelihood: Likelihood, batch: Batch, kind: Rows, theta: Tensor):
-        check_rows(kind)
         self._theta = theta
         # Products need gradients also where the caller does not.
         self._point = theta if theta.requires_grad else theta.detach().requires_grad_()

@@ -14,24 +14,19 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks, kernels
-from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError, warn
-from laplace_plus.io.checkpoints import Checkpoint
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
-from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
-from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_generator
+from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
+from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
-from laplace_plus.structured.blocks import check_forms
 
 _TOGETHER = 8
-"""Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""
-
-_VECTORS, _IN_RANGE = 10, 3
-"""Vectors that the projection of one takes, as measured, and more for each whose part in the range is kept."""
+"""Vectors that are projected together: products share their passes, and LSMR takes ten vectors of memory for each."""
 
 
 @dataclass(frozen=True)
@@ -81,42 +76,32 @@ def project_noise(
     method: ProjectionMethod,
     count: int,
     seed: int,
-    checkpoint: Checkpoint,
     *,
     keep_range: bool = True,
     progress: bool = False,
 ) -> ProjectedNoise:
-    """Draw ``count`` normal vectors by the seed and project them, a few at a time; finished ones go to the checkpoint.
+    """Draw ``count`` normal vectors by the seed and project them, a few at a time.
 
     Raises NonFiniteError if a projection is not finite, and UnsupportedError if the null space is zero.
     """
-    whole, projector = rows.whole, None
-    # In checkpoints the components are called kernel and image.
-    names = ("kernel", "image") if keep_range else ("kernel",)
-    kept = {name: torch.empty(count, whole.shape[1], dtype=whole.dtype, device=whole.device) for name in names}
-    stages: list[dict[str, Tensor]] = []
+    whole, projector = rows.whole, method.prepare(rows.whole, rows.by_batch)
+    null_space = torch.empty(count, whole.shape[1], dtype=whole.dtype, device=whole.device)
+    in_range = torch.empty_like(null_space) if keep_range else null_space[:0]
+    found, squares = [], []
     for start in range(0, count, _TOGETHER):
         part = slice(start, start + _TOGETHER)
-        known = checkpoint.read(f"noise-{start}", whole.device)
-        if known is None:
-            projector = projector or method.prepare(whole, rows.by_batch)
-            noise = normal_like(kept["kernel"][part], stage_generator(seed, start))
-            split = projector.project(noise, progress=progress)
-            in_range = noise.sub_(split.value)
-            tensors = {name: getattr(split, name) for name in ("residual", "iterations", "converged")}
-            tensors["squares"] = kernels.vector_norm(in_range).double().square()
-            tensors |= zip(names, (split.value, in_range), strict=False)
-            known = {"rank": projector.rank}, tensors
-            checkpoint.write(f"noise-{start}", *known)
-        rank, tensors = known[0]["rank"], known[1]
-        for name, vectors in kept.items():
-            vectors[part] = tensors[name]
-        stages.append({name: tensors[name] for name in ("residual", "iterations", "converged", "squares")})
-    found = {name: torch.cat([stage[name] for stage in stages]) for name in stages[0]}
-    converged = found["converged"].bool()
-    dimension = range_dimension(kept["kernel"], found["squares"], rank, converged=bool(converged.all()))
-    report = NoiseReport(found["residual"], found["iterations"], converged, dimension, rows.n_ignored)
-    return ProjectedNoise(kept["kernel"], kept.get("image", kept["kernel"][:0]), report)
+        noise = normal_like(null_space[part], stage_generator(seed, start))
+        found.append(projector.project(noise, progress=progress))
+        null_space[part] = found[-1].value
+        noise -= found[-1].value
+        squares.append(kernels.vector_norm(noise).double().square())
+        if keep_range:
+            in_range[part] = noise
+    residual, iterations, converged = (
+        torch.cat([getattr(one, name) for one in found]) for name in ("residual", "iterations", "converged")
+    )
+    rank = range_dimension(null_space, torch.cat(squares), projector.rank, converged=bool(converged.all()))
+    return ProjectedNoise(null_space, in_range, NoiseReport(residual, iterations, converged, rank, rows.n_ignored))
 
 
 def normal_like(vectors: Tensor, source: torch.Generator) -> Tensor:
@@ -129,8 +114,7 @@ def range_dimension(
 ) -> Estimate:
     """The dimension of the range: ``rank`` if known, else from ``P ε [k, P]`` and the squares ``‖(I − P) ε‖² [k]``."""
     total, lengths = null_space.shape[1], kernels.vector_norm(null_space)
-    if not bool(torch.isfinite(lengths).all()):
-        raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
+    checks.finite("The length of a projection", lengths)
     # An iterative projector leaves as much in the range as its tolerance and the rows' condition allow: more than
     # rounding. In a null space of d dimensions each squared length has a χ² distribution with d degrees of freedom, so
     # that one in a hundred of d = 1 is taken for none, and hardly any of more.
@@ -148,15 +132,15 @@ def range_dimension(
     return Estimate(value, (2 * value / len(squares)).sqrt(), 0, converged, len(squares))
 
 
-class ProjectedNoisePosterior(SampleBased, ResumableFit):
+class ProjectedNoisePosterior(SampleBased):
     """A Gaussian whose draws are projected noise, with one prior precision for the whole null space.
 
     Of arguments it takes those that its subclasses share, and all of :class:`Posterior`.
     """
 
     one_precision = True
-    stored_as: ClassVar[tuple[str, ...]]
-    """Names in checkpoints of the components that are kept: that in the null space, and perhaps that in the range."""
+    keeps_range: ClassVar[bool]
+    """Whether the noise's component in the range is kept beside that in the null space."""
 
     _noise: ProjectedNoise | None = None
 
@@ -170,14 +154,12 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         chunk_size: int,
         **common: Any,
     ):
-        checks.count("n_samples", n_samples)
-        checks.count("chunk_size", chunk_size)
+        self.n_samples, self.chunk_size = checks.count("n_samples", n_samples), checks.count("chunk_size", chunk_size)
         self.projector = resolve_option("projector", projector, PROJECTORS)
-        self.n_samples, self.chunk_size, self._ad_modes = n_samples, chunk_size, ADModes()
         super().__init__(model, likelihood, **common)
-        self.check_draws(n_samples=n_samples)
-        self.rows: Rows = rows or ("logit" if self.likelihood.is_gaussian else "loss")
-        check_rows(self.rows)
+        default = "logit" if self.likelihood.is_gaussian else "loss"
+        self.rows: Rows = checks.choice("rows", rows or default, ("logit", "ggn", "loss"))
+        self._ad_modes = ADModes()
 
     @override
     def options(self) -> dict[str, Any]:
@@ -196,38 +178,28 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         """How the projections ended; :class:`NotFittedError` before :meth:`fit`."""
         return self.noise.report
 
-    @override
-    def _start(self, *args: Any, **options: Any) -> FitStart:
-        n = _VECTORS * min(_TOGETHER, self.n_samples) + (len(self.stored_as) > 1) * _IN_RANGE * self.n_samples
-        self.require_vectors(n, f"the projection of {self.n_samples} samples")
-        return super()._start(*args, **options)
-
-    def _project(self, center: Network, data: Iterable[Any], start: FitStart, *, progress: bool) -> ProjectedNoise:
-        """Noise for the rows at a network's weights."""
-        rows, keep = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size), self.stored_as
-        own = self.projector, self.n_samples, start.seed, start.checkpoint
-        return project_noise(rows, *own, keep_range=len(keep) > 1, progress=progress)
-
-    def _take_noise(self, noise: ProjectedNoise, mean: Tensor, start: FitStart) -> None:
-        """Make the results of a fit the posterior's own."""
+    def _fit_noise(self, center: Network, data: Iterable[Any], seed: int, *, progress: bool) -> ProjectedNoise:
+        """Noise for the rows at a network's weights, which become the mean."""
+        rows = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
+        options: dict[str, Any] = {"keep_range": self.keeps_range, "progress": progress}
+        noise = project_noise(rows, self.projector, self.n_samples, seed, **options)
         if not float(noise.report.rank.value) > 0:
             raise self.zero_curvature()
-        self._noise, self._vector, self._ad_modes = noise, mean, ADModes()
-        self.n_data, self.n_outputs = start.n_data, start.n_outputs
+        noise.report.warn_unless_converged()
+        self._noise, self._vector, self._ad_modes = noise, center.vector(), ADModes()
+        return noise
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         noise, report = self.noise, self.report
         tensors = {name: getattr(report, name) for name in ("residual", "iterations", "converged")}
         tensors["rank"] = torch.stack([report.rank.value, report.rank.sem]).cpu()
-        tensors |= zip(self.stored_as, (noise.null_space, noise.range), strict=False)
+        tensors |= {"null_space": noise.null_space, "range": noise.range}
         return {"ignored_rows": report.ignored_rows}, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        check_forms(tensors, dict.fromkeys(self.stored_as, "kP"), P=self.n_parameters)
-        null_space, *others = (tensors[name] for name in self.stored_as)
         (value, sem), converged = tensors["rank"].cpu(), tensors["converged"].bool()
         rank = Estimate(value, sem, 0, bool(converged.all()), len(converged) if sem > 0 else 0)
         report = NoiseReport(tensors["residual"], tensors["iterations"], converged, rank, header["ignored_rows"])
-        self._noise, self._vector = ProjectedNoise(null_space, (*others, null_space[:0])[0], report), tensors["vector"]
+        self._noise, self._vector = ProjectedNoise(tensors["null_space"], tensors["range"], report), tensors["vector"]

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, JacobianOperator
 from laplace_plus.curvature.output_roots import gradient_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Diagonal, Operator
 from laplace_plus.network.batches import iterate
@@ -22,12 +22,6 @@ Rows = Literal["logit", "ggn", "loss"]
 """All outputs, what the curvature sees of them, or each example's loss."""
 
 ROWS: tuple[Rows, ...] = ("logit", "ggn", "loss")
-
-
-def check_rows(kind: str) -> None:
-    """Raise :class:`ConfigurationError` for an unknown kind of rows."""
-    if kind not in ROWS:
-        raise ConfigurationError("Unknown rows.", expected=", ".join(ROWS), got=repr(kind))
 
 
 def inverse_lengths(norms: Tensor) -> Tensor:
@@ -48,7 +42,6 @@ class NullSpaceRows:
     def __init__(
         self, network: Network, likelihood: Likelihood, data: Iterable[Any], kind: Rows, *, chunk_size: int = CHUNK_SIZE
     ):
-        check_rows(kind)
         self._network, self._likelihood, self._data = network, likelihood, data
         self._kind, self._chunk_size = kind, chunk_size
         self._scales = self._row_scales() if kind == "loss" else None
@@ -85,7 +78,5 @@ class NullSpaceRows:
                     ones = torch.ones(stack.shape, dtype=stack.dtype, device=stack.device)
                     total += stack.quadratic(ones, "diagonal")[:, 0].double()
                 squares.append(total.view(shape[0], -1).sum(1))  # over positions that went as examples of their own
-        norms = torch.cat(squares).clamp(min=0).sqrt()
-        if not bool(torch.isfinite(norms).all()):
-            raise NonFiniteError("Gradients of the losses are not finite.", expected="finite ones", got="NaN or Inf")
+        norms = checks.finite("The length of a loss's gradient", torch.cat(squares).clamp(min=0).sqrt())
         return inverse_lengths(norms.to(self._network.dtype))

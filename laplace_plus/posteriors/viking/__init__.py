@@ -1,7 +1,6 @@
 """Variational inference with a covariance split into the range and the null space of the training rows."""
 
-from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING
 
-__all__ = ["ELBOTraining", "ScaleFit", "VIKING"]
+__all__ = ["ELBOTraining", "VIKING"]

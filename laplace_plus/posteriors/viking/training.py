@@ -26,7 +26,6 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.loss import MovedNetwork
-from laplace_plus.io.checkpoints import Checkpoint, Part, count_of, packed, unpacked
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.batches import Batch
@@ -35,15 +34,7 @@ from laplace_plus.posteriors.projection.batch_rows import BatchRows
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.resuming import stage_generator
-from laplace_plus.posteriors.viking.elbo import (
-    ELBO,
-    ELBOTerms,
-    deviations,
-    mirrored,
-    of_networks,
-    terms_from_tensor,
-    terms_to_tensor,
-)
+from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, mirrored, of_networks
 
 
 @dataclass(frozen=True)
@@ -107,25 +98,14 @@ class MeanTraining:
     chunk_size: int
     options: ELBOTraining
 
-    def run(
-        self, logs: Tensor, seed: int, checkpoint: Checkpoint, *, progress: bool
-    ) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
+    def run(self, logs: Tensor, seed: int, *, progress: bool) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
         """Train from ``logs = (log α, log σ_im)``; the mean ``[P]``, the logarithms, and the terms of each step."""
         options = self.options
         theta, logs = self.network.vector().requires_grad_(), logs.detach().clone().requires_grad_()
         groups = [{"params": [theta], "lr": options.learning_rate}]
         optimizer = torch.optim.Adam([*groups, {"params": [logs], "lr": options.scale_learning_rate}])
         history: list[ELBOTerms] = []
-        first = 0
-        saved = checkpoint.read("training", theta.device)
-        if saved is not None:
-            own = Part(unpacked(saved))
-            first = count_of(own, "epochs")
-            theta.data.copy_(own["theta"])
-            logs.data.copy_(own["logs"])
-            history += terms_from_tensor(own["history"])
-            optimizer.load_state_dict(own["adam"])
-        epochs = range(first, options.scale_epochs + options.epochs)
+        epochs = range(options.scale_epochs + options.epochs)
         for epoch in progress_bar(epochs, enabled=progress, description="VIKING: epochs"):
             source = stage_generator(seed, epoch + 1)
             noise = self.epoch_noise(theta.detach(), source)
@@ -133,9 +113,6 @@ class MeanTraining:
                 mean = theta if epoch >= options.scale_epochs else theta.detach()
                 history.append(self.step(batch, mean, logs, noise, source))
                 optimizer.step()  # passes over a mean without gradient
-            state = {"theta": theta.detach(), "logs": logs.detach(), "history": terms_to_tensor(history)}
-            adam = optimizer.state_dict()
-            checkpoint.write("training", *packed({"epochs": epoch + 1, **state, "adam": adam}))
         return theta.detach(), logs.detach(), history
 
     def epoch_noise(self, theta: Tensor, source: torch.Generator) -> EpochNoise:

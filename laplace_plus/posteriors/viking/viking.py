@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from types import NoneType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,19 @@ from laplace_plus import checks
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
-from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import check_positive, common_arguments, full_precision, resolve_option
-from laplace_plus.posteriors.projection.noise import NoiseReport, ProjectedNoise, ProjectedNoisePosterior
+from laplace_plus.posteriors.configuration import common_arguments, full_precision, resolve_option
+from laplace_plus.posteriors.projection.noise import ProjectedNoise, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import survey
-from laplace_plus.posteriors.training_data import require_same_data
+from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, Expectation, terms_from_tensor, terms_to_tensor
-from laplace_plus.posteriors.viking.scales import BoundAtMean, ScaleFit
+from laplace_plus.posteriors.viking.scales import BoundAtMean
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive import from_samples
 from laplace_plus.predictive.deviations import pushed
@@ -41,7 +42,7 @@ from laplace_plus.tuning.left_out_predictions import INTERPOLATION, leave_one_ou
 AFFORDABLE = 1e11
 """Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""
 
-_WHY = "The evidence lower bound passes over the data again and again."
+WHY = "The evidence lower bound passes over the data again and again."
 
 
 class VIKING(ProjectedNoisePosterior):
@@ -78,15 +79,13 @@ class VIKING(ProjectedNoisePosterior):
         projector: As for :class:`NullSpace`.
         expectation: Whether the expected log-likelihood, and predictions by default, are those of the ``"linearized"``
             network (by default post hoc) or of ``"sampled"`` networks (in training).
-        rank: The dimension of the range in the divergence: ``"exact"``, which needs ``projector="svd"``;
-            ``"stochastic"``, the unbiased ``mean ‖(I − P) ε‖²``; ``"auto"``, the former where it is known.
         kl_weight: The weight of the divergence. 1 gives a bound on the evidence (a batch of B then counts with
             B/N of the divergence); less gives a colder posterior.
         image_std: Where σ_im starts. α starts at ``prior_precision``.
-        scale_fit: ``"lbfgs"``, ``"adam"``, or :class:`ScaleFit` with options: how α and σ_im are found at a fixed mean.
+        scale_iterations: Most iterations of L-BFGS, which finds α and σ_im at a fixed mean.
         n_samples: Number k of noise vectors that are projected and stored.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown option, besides what :class:`Posterior` raises.
@@ -101,8 +100,7 @@ class VIKING(ProjectedNoisePosterior):
     """
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
-    stored_as = ("kernel", "image")
-    _data_sum: float | None = None
+    keeps_range = True
 
     def __init__(
         self,
@@ -113,10 +111,9 @@ class VIKING(ProjectedNoisePosterior):
         rows: Rows | None = None,
         projector: str | ProjectionMethod | dict[str, Any] = "auto",
         expectation: Expectation | None = None,
-        rank: Literal["auto", "exact", "stochastic"] = "auto",
         kl_weight: float = 1.0,
         image_std: float = 0.1,
-        scale_fit: str | ScaleFit | dict[str, Any] = "lbfgs",
+        scale_iterations: int = 100,
         n_samples: int = 30,
         chunk_size: int = 16,
         parameters: Selection = "all",
@@ -129,59 +126,50 @@ class VIKING(ProjectedNoisePosterior):
         if isinstance(mode, dict):
             mode = {"name": "train", **mode}
         self.training: ELBOTraining | None = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
-        self.expectation: Expectation = expectation or ("linearized" if self.training is None else "sampled")
-        checks.choice("expectation", self.expectation, ("linearized", "sampled"))
-        checks.choice("rank", rank, ("auto", "exact", "stochastic"))
-        self.default_method, self.rank = self.expectation, rank
-        self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
-        self._first_image_std = float(check_positive(image_std, "image_std"))
-        if not isinstance(scale_fit, ScaleFit):
-            scale_fit = ScaleFit(**scale_fit) if isinstance(scale_fit, dict) else ScaleFit(optimizer=scale_fit)
-        self.scale_fit = scale_fit
+        default: Expectation = "linearized" if self.training is None else "sampled"
+        self.expectation = checks.choice("expectation", expectation or default, ("linearized", "sampled"))
+        self.default_method = self.expectation
+        self.kl_weight = checks.positive("kl_weight", kl_weight)
+        self._first_image_std = checks.positive("image_std", image_std)
+        self.scale_iterations = checks.count("scale_iterations", scale_iterations)
         super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common_arguments(locals()))
-        if rank == "exact" and not isinstance(self.projector, SVDProjection):
-            what, expected = "Only a decomposition knows the rank.", 'projector="svd" with rank="exact"'
-            raise ConfigurationError(what, expected=expected, got=f"projector={self.projector!r}")
         self._first_precision = self._learnt_precision = self._prior_precision
         self._image_std: Tensor | None = None
         self._history: list[ELBOTerms] = []
-        self._moved: Network | None = None
+        self._data_sum = 0.0
 
     @override
     def options(self) -> dict[str, Any]:
         return {
             "mode": "post_hoc" if self.training is None else {"name": "train", **asdict(self.training)},
             "expectation": self.expectation,
-            "rank": self.rank,
             "kl_weight": self.kl_weight,
             "image_std": self._first_image_std,
-            "scale_fit": asdict(self.scale_fit),
+            "scale_iterations": self.scale_iterations,
             **super().options(),
         }
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        if self._prior_precision is not self._learnt_precision:  # the caller has set it since
+        require_restartable(data, WHY)
+        if not torch.equal(self._prior_precision, self._learnt_precision):  # the caller has set it since
             self._first_precision = self._prior_precision
-        start = self._start(data, generator, _WHY, prior_precision=self._first_precision, prior_mean=self._prior_mean)
+        self.n_data, self.n_outputs, sums = survey(self, data)
+        self._data_sum, seed = float(sums[0]), draw_seed(generator)
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
-        history: list[ELBOTerms] = []
-        elbo, center = self._elbo(data, start.n_data), self.network
+        elbo, center, history = self._elbo(data), self.network, []
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
             warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
             training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
-            theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
+            theta, logs, history = training.run(logs, seed, progress=progress)
             center = MovedNetwork(self.network, theta)
-        noise = self._project(center, data, start, progress=progress)
-        bound = self._bound_at(elbo, center, noise, start.n_outputs)
-        logs, converged = bound.maximise(logs, self.scale_fit, history)
-        self._take_noise(noise, center.vector(), start)
-        self._moved = None if self.training is None else center
-        self._history, self._data_sum = history, float(start.sums[0])
+        bound = self._bound_at(elbo, center, self._fit_noise(center, data, seed, progress=progress))
+        logs, converged = bound.maximise(logs, self.scale_iterations, history)
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
-        _warn_unless_converged(noise.report, converged)
+        self._history = history
+        _warn_unless_converged(converged)
         size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
         few = (self.n_data * self.n_outputs + size) * size**2 <= AFFORDABLE
         if self.training is not None and self.likelihood.is_classifier and few:
@@ -206,17 +194,26 @@ class VIKING(ProjectedNoisePosterior):
             fix = 'Compare both on held-out data. If it predicts by sampled networks, try method="linearized".'
             warn(f"{what} {fix}", NoGainWarning)
 
-    def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
+    def _elbo(self, data: Iterable[Any]) -> ELBO:
         temperature = float(self._temperature.detach())
-        own = self.expectation, self._prior_mean, temperature, self.kl_weight, n_data, self.network.device
+        own = self.expectation, self._prior_mean, temperature, self.kl_weight, self.n_data, self.network.device
         return ELBO(self.likelihood, data, *own)
 
-    def _bound_at(self, elbo: ELBO, center: Network, noise: ProjectedNoise, n_outputs: int) -> BoundAtMean:
+    def _bound_at(self, elbo: ELBO, center: Network, noise: ProjectedNoise) -> BoundAtMean:
         if not elbo.squared_distance(center.vector()) > 0:
             raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
-        exact = float(noise.report.rank.value)
-        rank = float(noise.range.double().square().sum(-1).mean()) if self.rank == "stochastic" else exact
-        return BoundAtMean(elbo, center, noise, rank, n_outputs)
+        return BoundAtMean(elbo, center, noise, self.n_outputs)
+
+    def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
+        again = self.training_data.again(data, WHY)
+        n_data, _, sums = survey(self, again)
+        require_same_data("the fit", (self.n_data, self._data_sum), (n_data, float(sums[0])))
+        return self._bound_at(self._elbo(again), self._center, self.noise)
+
+    @property
+    def _center(self) -> Network:
+        """The network with the mean as its weights."""
+        return self.network if self.training is None else MovedNetwork(self.network, self.mean)
 
     @property
     def image_std(self) -> Tensor:
@@ -227,7 +224,7 @@ class VIKING(ProjectedNoisePosterior):
 
     @image_std.setter
     def image_std(self, value: float | Tensor) -> None:
-        self._image_std = check_positive(value, "image_std").detach().double().cpu()
+        self._image_std = torch.tensor(checks.positive("image_std", float(value)), dtype=torch.float64)
 
     @property
     def kernel_std(self) -> Tensor:
@@ -254,43 +251,27 @@ class VIKING(ProjectedNoisePosterior):
         self.require_fit()
         return self._bound(data).evaluate(self._logs())[0]
 
+    def _logs(self) -> Tensor:
+        return torch.stack([self._prior_precision.double().cpu().reshape(()), self.image_std]).log()
+
     @override
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
         """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
         require_only("VIKING", tuner, "data")
-        logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_fit, self._history)
-        _warn_unless_converged(self.report, converged)
+        steps: list[ELBOTerms] = []
+        logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_iterations, steps)
+        _warn_unless_converged(converged)
         alpha, image = logs.exp()
-        return BoundResult(
-            method="elbo",
-            prior_precision=alpha.to(self.mean.dtype),
-            noise_std=None,
-            value=self._history[-1].elbo,
-            converged=converged,
-            n_evaluations=len(self._history),
-            image_std=image,
-        )
+        result: dict[str, Any] = {"value": steps[-1].elbo, "converged": converged, "n_evaluations": len(steps)}
+        alpha = alpha.to(self.mean.dtype)
+        return BoundResult(method="elbo", prior_precision=alpha, noise_std=None, image_std=image, **result)
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:
         assert isinstance(result, BoundResult)
         super().apply_tuning(result)
         self._learnt_precision, self._image_std = self._prior_precision, result.image_std
-
-    def _logs(self) -> Tensor:
-        return torch.stack([self._prior_precision.double().cpu().reshape(()), self.image_std]).log()
-
-    def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
-        again = self.training_data.again(data, _WHY)
-        n_data, n_outputs, sums = survey(self, again)
-        require_same_data("the fit", (self.n_data, self._data_sum), (n_data, float(sums[0])))
-        return self._bound_at(self._elbo(again, n_data), self._center, self.noise, n_outputs)
-
-    @property
-    def _center(self) -> Network:
-        """The network with the mean as its weights."""
-        return self.network if self._moved is None else self._moved
 
     def _components(self) -> tuple[Tensor, Tensor]:
         """The noise in the null space and in the range, scaled; ``[k, P]`` each."""
@@ -325,13 +306,10 @@ class VIKING(ProjectedNoisePosterior):
         super().restore(header, tensors)
         self._image_std, self._history = tensors["image_std"].cpu(), terms_from_tensor(tensors["history"])
         self._first_precision, self._learnt_precision = tensors["first_precision"].cpu(), self._prior_precision
-        self._data_sum = header.get("data_sum")  # not in older files
-        if self.training is not None:
-            self._moved = MovedNetwork(self.network, tensors["vector"])
+        self._data_sum = header["data_sum"]
 
 
-def _warn_unless_converged(report: NoiseReport, converged: bool) -> None:
-    report.warn_unless_converged()
+def _warn_unless_converged(converged: bool) -> None:
     if not converged:
         text = "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations."
         warn(text, ConvergenceWarning)
