@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import laplace_plus as lp
-from laplace_plus.applications.uses import prune, saliency
+from laplace_plus.applications.uses import conditioning, prune, saliency
 
 NOISE, PRIOR, PRIOR_MEAN = 0.3, 2.0, 0.2
 
@@ -248,7 +248,7 @@ def test_no_further_than_the_loss_allows():
     assert len(prune(posterior, max_loss_increase=0.3, sparsity=0.25).order) == 2
 
 
-def test_large_blocks_are_compensated_by_iteration():
+def test_large_blocks_are_compensated_by_iteration(monkeypatch):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 3)).double()
     x, y = torch.randn(60, 20).double(), torch.randint(0, 3, (60,))
@@ -256,7 +256,7 @@ def test_large_blocks_are_compensated_by_iteration():
         posterior = lp.KFAC(net, "classification", **options).fit([(x, y)])
         expected = prune(posterior, sparsity=0.7)
         channels = prune(posterior, sparsity=0.5, unit="channel", criterion="evidence")
-        posterior.memory_budget = 2**20  # 315 and 48 entries: only the second covariance fits
+        monkeypatch.setattr(conditioning, "_MOST", 2**20 // 24)  # 315 and 48 entries: only the second one is joint
         found = prune(posterior, sparsity=0.7)
         for name, value in expected.state_dict.items():
             torch.testing.assert_close(found.state_dict[name], value, rtol=1e-5, atol=1e-6)
@@ -268,12 +268,13 @@ def test_large_blocks_are_compensated_by_iteration():
         torch.testing.assert_close(-scores[2, 3], change(posterior, at[2, 3][None]), rtol=1e-8, atol=1e-9)
         with pytest.raises(lp.errors.UnsupportedError, match="unknown"):
             prune(posterior, stop="evidence")
+        monkeypatch.undo()
     full = lp.Full(net, "classification").fit([(x, y)])
     expected = prune(full, sparsity=0.7)
-    full.memory_budget = 2**20
+    monkeypatch.setattr(conditioning, "_MOST", 2**20 // 24)
     for name, value in prune(full, sparsity=0.7).state_dict.items():
         torch.testing.assert_close(value, expected.state_dict[name], rtol=1e-5, atol=1e-6)
-    with pytest.raises(lp.errors.UnsupportedError, match="does not fit"):
+    with pytest.raises(lp.errors.UnsupportedError, match="too large"):
         saliency(full, "evidence", "channel")
 
 

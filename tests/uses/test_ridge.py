@@ -115,17 +115,7 @@ def test_an_operator_serves_as_features():
     torch.testing.assert_close(single.leverage.double(), dense.leverage, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("features", "targets", "rows"),
-    [
-        (draw(N), Y, None),
-        (lambda v: v, Y, None),
-        (draw(N, 3), Y[1:], None),
-        (draw(N, 3), torch.ones(N, dtype=torch.long), None),
-        (draw(N, 3), Y, torch.tensor([0, N])),
-        (draw(N, 3), Y, torch.tensor([0.5])),
-    ],
-)
-def test_what_does_not_fit_is_refused(features, targets, rows):
-    with pytest.raises(ConfigurationError):
-        ridge_left_out(features, targets, 1.0, rows=rows)
+def test_what_does_not_fit_is_refused():
+    for targets, damp in ((Y[1:], 1.0), (Y, 0.0), (Y, -1.0)):
+        with pytest.raises(ConfigurationError):
+            ridge_left_out(draw(N, 3), targets, damp)

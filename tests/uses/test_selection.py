@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import laplace_plus as lp
+import laplace_plus.applications.uses.selection as selection
 from laplace_plus.applications.uses import select
 
 
@@ -127,34 +128,11 @@ def test_sketches_are_right_in_expectation_on_any_posterior():
     assert len(select(other, pool, 3, n_features=4, generator=torch.Generator()).indices) == 3
 
 
-def test_micro_batches_change_nothing():
+def test_parts_of_a_pool_change_nothing(monkeypatch):
     posterior, pool = problem()
     expected = select(posterior, pool, 4)
-    posterior.memory_budget = 2**20
+    monkeypatch.setattr(selection, "_ENTRIES", 3 * posterior.n_parameters)
     torch.testing.assert_close(select(posterior, pool, 4), expected)
-
-
-def test_memory_is_bounded_by_the_budget(monkeypatch):
-    posterior, pool = problem(hidden=200)
-    pool = pool.repeat(300, 1)
-    whole = len(pool) * posterior.n_parameters * 8
-    posterior.memory_budget, sizes = whole // 8, []
-    compute = posterior.network.per_example_gradients
-
-    def recorded(*arguments):
-        found = compute(*arguments)
-        sizes.append(sum(own.nbytes for own in found.values()))
-        return found
-
-    monkeypatch.setattr(posterior.network, "per_example_gradients", recorded)
-    generator = torch.Generator().manual_seed(0)
-    select(posterior, pool, 3, n_features=8, generator=generator)
-    assert sum(sizes) == whole
-    assert max(sizes) <= whole // 8
-    posterior.memory_budget = 2**20
-    for method in ("determinant", "lcmd"):
-        with pytest.raises(lp.errors.ConfigurationError, match="do not fit"):
-            select(posterior, pool, 3, n_features=500, method=method)
 
 
 def test_bad_input_is_refused():

@@ -21,8 +21,8 @@ from laplace_plus.linalg import cg
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.structured import DenseBlock, EigenFactor, IdentityBasis, KroneckerBasis
 
-_BYTES = 2**28
-"""Memory for covariances of a block, three at a time, where there is no smaller budget."""
+_MOST = 2**28 // 24
+"""Entries of a block's covariance, of which three are held at a time in float64; larger blocks are :class:`Large`."""
 
 
 class Entries(NamedTuple):
@@ -76,7 +76,7 @@ class Large(Independent):
     def changes(self, number: int) -> Tensor:
         """As of :class:`Independent`, of single entries; UnsupportedError for others."""
         if bool((self.unit[self.unit >= 0].bincount() > 1).any()):
-            what, fix = "The covariance of a unit does not fit in memory.", "Raise memory_budget, or take lp.Diagonal."
+            what, fix = "The covariance of a unit is too large.", "Take single weights, or lp.Diagonal."
             raise UnsupportedError(what, expected="smaller layers, or single weights", got=f"{len(self.unit)}", fix=fix)
         return super().changes(number)
 
@@ -170,7 +170,6 @@ def parts(posterior: GaussianPosterior, unit: Tensor) -> tuple[list[Independent 
     factors, precision = model.factors(prior.precision, temperature), prior.vector().to(mean)
     everywhere = unit.to(mean.device), mean, prior.deviation(torch.zeros_like(mean)), precision
     diagonal, found = torch.full_like(mean, math.nan), []
-    limit = min(_BYTES, posterior.memory_budget or _BYTES) // 24
     for layout, block in model.curvature:
         factor, index = factors[layout.key], layout.index.to(mean.device)
         basis = factor.basis if isinstance(factor, EigenFactor) else None
@@ -185,11 +184,11 @@ def parts(posterior: GaussianPosterior, unit: Tensor) -> tuple[list[Independent 
                 part = Independent(flat, variance[group].flatten())
             elif isinstance(factor, EigenFactor) and isinstance(basis, KroneckerBasis):
                 sides = [_side(own, group, mean, n) for own, n in zip((basis.left, basis.right), at.shape, strict=True)]
-                part = _of_sides(entries, sides, factor.values[group].double(), limit) or part
-            elif size**2 <= limit or isinstance(block, DenseBlock):
+                part = _of_sides(entries, sides, factor.values[group].double()) or part
+            elif size**2 <= _MOST or isinstance(block, DenseBlock):
                 matrix = block.dense(weights)[group].double() + flat.precision.diag()
                 diagonal[at] = matrix.diagonal().view_as(at)
-                if size**2 <= limit:
+                if size**2 <= _MOST:
                     inverse = torch.cholesky_inverse(_whiten(matrix, matrix[:, :0])[0])
                     part = Joint(flat.each(lambda own: own[None]), inverse[None])
             found.append(part)
@@ -202,15 +201,15 @@ def _side(side: Any, group: int, like: Tensor, n: int) -> Tensor:
     return eye if side is None else side[group % len(side)].to(eye.dtype) @ eye
 
 
-def _of_sides(entries: Entries, sides: Sequence[Tensor], values: Tensor, limit: int) -> Joint | None:
-    """Units that are rows, columns, or anything where all entries fit; None where they do not."""
+def _of_sides(entries: Entries, sides: Sequence[Tensor], values: Tensor) -> Joint | None:
+    """Units that are rows, columns, or anything in a small block; None for others."""
     left, right = sides
     rows = entries.each(lambda own: own.T), left, right, values.T
     for own, side, turn, spectrum in (rows, (entries, right, left, values)):
-        if bool((own.unit == own.unit[:1]).all()) and side.numel() * len(turn) <= limit:
+        if bool((own.unit == own.unit[:1]).all()) and side.numel() * len(turn) <= _MOST:
             turned = own._replace(mean=turn.T @ own.mean, away=turn.T @ own.away)
             return Joint(turned, side / spectrum[:, None] @ side.T, turn)
-    if values.numel() ** 2 > limit:
+    if values.numel() ** 2 > _MOST:
         return None
     vectors = torch.kron(left, right)
     return Joint(entries.each(lambda own: own.reshape(1, -1)), (vectors / values.flatten() @ vectors.T)[None])

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.applications.uses.task_sums import TaskSums, moved
 from laplace_plus.curvature import Curvature
-from laplace_plus.distributed import sharded_source
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.network.network import Network, exact_arithmetic, unwrap
 from laplace_plus.network.selection import Selection, refine, select, uses
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
@@ -46,7 +46,7 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
     Raises:
         NotFittedError: Before :meth:`fit`.
         ConfigurationError: Parameters that are missing or of other shapes.
-        UnsupportedError: No Gaussian posterior, or a model whose parameters are sharded over ranks.
+        UnsupportedError: No Gaussian posterior.
 
     Example:
         >>> import laplace_plus as lp
@@ -101,8 +101,6 @@ def continue_on(
     cls, options, sums = type(posterior), posterior.options(), posterior.sums
     if isinstance(posterior, Subnetwork):
         cls, options = get_posterior(options["posterior"]), options["posterior_options"]
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError("There is no model.", expected="the moved network", got=type(model).__name__)
     _named(old, uses(unwrap(model)))  # refuses a network without them
     masks = {**_further(old, unwrap(model), parameters), **refine(old.selected)}
     network = Network(model, masks, posterior.likelihood.arrange)
@@ -128,7 +126,6 @@ def continue_on(
         prior_mean=placed(prior_mean, 0.0) if prior_mean.ndim and len(prior_mean) == len(places) else prior_mean,
         temperature=posterior.temperature,
         backend=posterior.backend,
-        memory_budget=posterior.memory_budget,
         **options,
     )
     if precision.numel() > 1 and groups.name == LAYERWISE and len(precision) == len(old.layers):
@@ -181,18 +178,9 @@ def _named(network: Network, known: Mapping[str, Any]) -> list[Tensor]:
 def _vector(network: Network, parameters: Any, like: Tensor) -> Tensor:
     """The entries of the posterior, ``[P]``."""
     if isinstance(parameters, Tensor):
-        if parameters.shape != like.shape or not parameters.is_floating_point():
-            got = f"{parameters.dtype} {list(parameters.shape)}"
-            raise ConfigurationError("This is no vector of parameters.", expected=f"floats {list(like.shape)}", got=got)
-        return parameters
+        return checks.shape("The vector of parameters", parameters, like.shape)
     if isinstance(parameters, nn.Module):
-        if sharded_source(parameters) is not None:
-            what, expected = "Sharded parameters have no penalty.", "whole parameters on each rank"
-            raise UnsupportedError(what, expected=expected, got="a model that is sharded over ranks")
         parameters = uses(unwrap(parameters))
-    if not isinstance(parameters, Mapping):
-        expected, got = "a model, tensors by name, or a vector", type(parameters).__name__
-        raise ConfigurationError("These are no parameters.", expected=expected, got=got)
     parts = []
     for item, own in zip(network.selected, _named(network, parameters), strict=True):
         flat = own.to(like).flatten()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_finite, require_posterior
+from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import exact_arithmetic
@@ -92,8 +92,6 @@ def influence(
     """
     checks.choice("method", method, ("linear", "leverage", "covariance"))
     members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
-    if not members:
-        raise ConfigurationError("There is nothing to attribute.", expected="one or more posteriors", got="none")
     checks.count("n_samples", n_samples, 2)
     checks.count("top", 1 if top is None else top, 1)
     checks.generator(generator)
@@ -101,7 +99,7 @@ def influence(
     data = members[0].training_data.again(data, "Attribution passes over the training data.")
     found: tuple[Tensor, ...] | None = None
     start = 0
-    with exact_arithmetic(members[0].network, members[0].memory_budget), torch.no_grad():
+    with exact_arithmetic(members[0].network), torch.no_grad():
         asked = list(members[0].batches(query))
         if method == "covariance":
             scorers: list[Callable[[Batch], Tensor]] = [
@@ -111,7 +109,7 @@ def influence(
             scorers = [_products(member, asked, of, corrected=method == "leverage") for member in members]
         for batch in members[0].batches(data, progress=progress, description="Influence: data"):
             scores = torch.cat([score(batch).cpu() for score in scorers])
-            require_finite("changes of the scalars", scores)
+            checks.finite("A change of a scalar", scores)
             mean, count = scores.mean(0), len(scores)
             std = scores.std(0) if count > 1 else torch.full_like(mean, torch.nan)
             size = mean.shape[1]
@@ -139,7 +137,7 @@ def self_influence(
     members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
     _check(members)
     data, found = members[0].training_data.again(data, "Self-influence passes over the training data."), []
-    with exact_arithmetic(members[0].network, members[0].memory_budget), torch.no_grad():
+    with exact_arithmetic(members[0].network), torch.no_grad():
         for batch in members[0].batches(data):
             each = []
             for member in members:
@@ -174,16 +172,16 @@ def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tenso
 
 def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor, of: Scalar) -> Tensor:
     posterior.likelihood.validate(outputs, targets)
+    if not callable(of):
+        checks.choice("of", of, ("loss", "logit"))
     if of == "loss":
         noise = posterior.likelihood.noise_std
         plain = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
         values = -plain.log_density(outputs, targets)
     elif of == "logit":
         values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
-    elif callable(of):
-        values = of(outputs, targets)
     else:
-        raise ConfigurationError("There is no such scalar.", expected='"loss", "logit" or a function', got=repr(of))
+        values = of(outputs, targets)
     if values.shape != outputs.shape[:1]:
         expected, got = f"[{len(outputs)}]", f"{list(values.shape)}"
         raise ConfigurationError("A scalar for each example is needed.", expected=expected, got=got)

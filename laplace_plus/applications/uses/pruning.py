@@ -72,7 +72,7 @@ def saliency(
         ConfigurationError: An unknown criterion or unit, names that overlap.
         SelectionError: Names of nothing that the posterior covers, or no parameters that can be pruned.
         UnsupportedError: Anything but a Gaussian posterior; single uses of tied parameters; units whose covariance
-            does not fit in memory.
+            is too large.
 
     Example:
         >>> import laplace_plus as lp
@@ -82,7 +82,7 @@ def saliency(
         torch.Size([1, 1])
     """
     _check(posterior, criterion)
-    with exact_arithmetic(posterior.network, posterior.memory_budget), torch.no_grad():
+    with exact_arithmetic(posterior.network), torch.no_grad():
         units = Units(posterior, unit)
         found, sizes = units.saliency(criterion).cpu(), [shape.numel() for shape in units.shapes.values()]
     return {n: own.view(units.shapes[n]) for n, own in zip(units.shapes, found.split(sizes), strict=True)}
@@ -144,7 +144,7 @@ def prune(
         raise ConfigurationError("How far to prune is not said.", expected=expected, got=got)
     with suppress(*[DataError] * (max_loss_increase is None and data is None)):  # then the loss is unknown
         data = posterior.training_data.again(data, "The loss is that of data.")
-    with exact_arithmetic(posterior.network, posterior.memory_budget), torch.no_grad():
+    with exact_arithmetic(posterior.network), torch.no_grad():
         units = Units(posterior, unit)
         order, rank, change = units.order(criterion, 1.0 if sparsity is None else sparsity)
         if stop is not None:
@@ -180,9 +180,9 @@ def _check(posterior: Any, criterion: str) -> None:
     network = posterior.network
     whole = dict(network.model.named_parameters())
     odd = [n for n in network.parameter_names if n not in whole or "parametrizations." in n]
-    if odd or network.sharded is not None:
+    if odd:
         what, expected = "These parameters cannot be pruned.", "whole tensors that the network multiplies by"
-        raise UnsupportedError(what, expected=expected, got=", ".join(odd[:4]) or "a sharded network")
+        raise UnsupportedError(what, expected=expected, got=", ".join(odd[:4]))
 
 
 def _loss(posterior: GaussianPosterior, data: Iterable[Any], vector: Tensor, progress: bool) -> float:

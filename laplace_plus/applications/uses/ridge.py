@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.applications.uses.checks import require_finite
-from laplace_plus.errors import ConfigurationError
+from laplace_plus import checks
 from laplace_plus.linalg import Dense, LeastSquaresSolution, Operator, lsmr
 
 
@@ -61,7 +60,7 @@ def ridge_left_out(
         **options: Of :func:`~laplace_plus.linalg.lsmr`: ``atol``, ``btol``, ``max_iterations``, ``parameters``, ….
 
     Raises:
-        ConfigurationError: Features, targets, damping or rows that do not fit, or a bad option.
+        ConfigurationError: Targets or damping that do not fit, or a bad option.
         NonFiniteError: NaN or infinity among the features or the targets.
 
     Example:
@@ -70,26 +69,16 @@ def ridge_left_out(
         >>> bool(found.residual.abs().max() < 1e-6), round(found.leverage.sum().item(), 6)
         (True, 2.0)
     """
-    if features.ndim != 2 if isinstance(features, Tensor) else not isinstance(features, Operator):  # noqa: PLR2004
-        what, got = "The features are no matrix.", getattr(features, "shape", type(features).__name__)
-        raise ConfigurationError(what, expected="a tensor [N, M] or an operator", got=str(got))
     n = features.shape[0]
-    if targets.shape != (n,) or not targets.is_floating_point():
-        got = f"{targets.dtype} of shape {list(targets.shape)}"
-        raise ConfigurationError("The targets do not fit the features.", expected=f"reals [{n}]", got=got)
+    checks.shape("targets", targets, [n])
+    checks.positive("damp", float(torch.as_tensor(damp).detach()))
     rows = torch.as_tensor(range(n) if rows is None else rows, device=targets.device)
-    if not 0 < float(torch.as_tensor(damp).detach()) < math.inf:
-        raise ConfigurationError("There is no such damping.", expected="a finite damp > 0", got=repr(damp))
-    if rows.ndim != 1 or rows.is_floating_point() or not bool(((rows >= 0) & (rows < n)).all()):
-        raise ConfigurationError(
-            "The rows are none of the data.", expected=f"integers from 0 to {n - 1}", got=f"{rows}"
-        )
     if isinstance(features, Tensor):
         options = {"parameters": [features]} | options
         features = Dense(features)
     units = torch.nn.functional.one_hot(rows, n).to(targets)
     solution = lsmr(features, features.T, torch.cat([targets[None], units]), damp=damp, **options)
-    require_finite("features, targets, or weights", solution.value)
+    checks.finite("The solution", solution.value, "Look for NaN and infinite values among features and targets.")
     predicted = features(solution.value)
     leverage = predicted[1:].gather(1, rows[:, None])[:, 0]
     residual = (targets - predicted[0])[rows] / (1 - leverage)

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_finite, require_posterior
+from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.network.batches import batch_size
-from laplace_plus.network.gradients import pieces
+from laplace_plus.network.batches import batch_size, can_be_cut, cut
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
 
 Method = Literal["variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"]
 
-_BYTES = 2**28
-"""Memory for gradients, and for the random vectors that they are multiplied by, where there is no smaller budget."""
+_ENTRIES = 2**26
+"""Of the gradients that are held at a time: a pool may be many batches."""
 
 
 class Chosen(NamedTuple):
@@ -97,7 +96,7 @@ def select(
     if k > batch_size(pool):
         expected = f"at most {batch_size(pool)}, as many as the pool has"
         raise ConfigurationError("So many cannot be chosen.", expected=expected, got=f"{k}")
-    with exact_arithmetic(posterior.network, posterior.memory_budget), torch.no_grad():
+    with exact_arithmetic(posterior.network), torch.no_grad():
         if method in ("variance", "determinant", "targets"):
             roots = _posterior_roots(posterior, n_features, generator)
             found = _features(posterior, pool, roots, weighted=True)
@@ -114,7 +113,6 @@ def _posterior_roots(posterior: Posterior, n: int, generator: torch.Generator | 
     """``[P, S]`` whose rows' products are the covariance, exactly or in expectation."""
     if isinstance(posterior, GaussianPosterior) and posterior.n_parameters <= n:
         return torch.linalg.cholesky(posterior.covariance_matrix().double())
-    _require_room(posterior, n)
     drawn = posterior.sample(n, generator=generator)
     return ((drawn - posterior.mean) / math.sqrt(len(drawn))).mT
 
@@ -124,7 +122,6 @@ def _prior_roots(posterior: Posterior, n: int, generator: torch.Generator | None
     if size <= n:
         roots = torch.eye(size, dtype=torch.float64, device=network.device)
     else:
-        _require_room(posterior, n)
         device = network.device if generator is None else generator.device
         signs = torch.randint(0, 2, (size, n), generator=generator, device=device)
         roots = ((2 * signs - 1) / math.sqrt(n)).to(network.device, network.dtype)
@@ -134,22 +131,15 @@ def _prior_roots(posterior: Posterior, n: int, generator: torch.Generator | None
     return roots
 
 
-def _require_room(posterior: Posterior, n: int) -> None:
-    needed, allowed = n * posterior.n_parameters * 4, posterior.memory_budget or 16 * _BYTES
-    if needed > allowed:
-        expected, fix = f"at most {allowed} bytes", "Lower n_features, or take a last-layer posterior."
-        raise ConfigurationError("The random vectors do not fit.", expected=expected, got=f"{needed}", fix=fix)
-
-
 def _features(posterior: Posterior, inputs: Any, roots: Tensor, *, weighted: bool = False) -> Tensor:
     """``[B, C, S]`` float64, on the network's device; in units of the noise if weighted."""
-    network, rows = posterior.network, []
+    network, rows, size = posterior.network, [], batch_size(inputs)
     inputs = network.receive(inputs)
-    outputs = max(1, posterior.n_outputs)
-    each = 4 * outputs * posterior.n_parameters * roots.element_size()
-    for part in pieces(network, inputs, each, min(_BYTES, (posterior.memory_budget or 4 * _BYTES) // 4)):
+    step = max(1, _ENTRIES // (max(1, posterior.n_outputs) * posterior.n_parameters))
+    cuts = [slice(start, start + step) for start in range(0, size, step)] if can_be_cut(inputs, size) else []
+    for part in [cut(inputs, some) for some in cuts] or [inputs]:
         found = network.forward(part)
-        require_finite("outputs of the network", found)
+        checks.finite("The network's output", found)
         if found.ndim != 2:  # noqa: PLR2004
             what, got = "Data are chosen for outputs of one position.", f"{tuple(found.shape)}"
             raise UnsupportedError(what, expected="outputs [B, C]", got=got)

@@ -34,9 +34,6 @@ class Units:
         if isinstance(unit, str):
             checks.choice("unit", unit, ("weight", "channel", "neuron"))
             self._by_layer(network, unit)
-        elif not isinstance(unit, Sequence) or not all(isinstance(name, str) for name in unit):
-            expected = '"weight", "channel", "neuron", or names of parameters and modules'
-            raise ConfigurationError("There are no such units.", expected=expected, got=repr(unit))
         else:
             self._by_name(network, unit)
         self.vector = posterior.laplace_model().vector
@@ -98,8 +95,8 @@ class Units:
             found = -torch.stack([part.changes(self.number) for part in self.parts]).sum(0)
         else:
             if criterion == "precision" and bool(self.precision.isnan().any()):
-                fix = 'Raise memory_budget, or take criterion="evidence".'
-                raise UnsupportedError("The diagonal of a precision does not fit in memory.", fix=fix)
+                what = "The diagonal of a precision is not known in a block so large."
+                raise UnsupportedError(what, fix='Take criterion="evidence".')
             scale = self.precision if criterion == "precision" else 1.0
             squares = self.vector.double().square() * scale
             found = squares.new_zeros(self.number + 1).index_add_(0, self.index % (self.number + 1), squares)
