@@ -116,15 +116,30 @@ class SamplingReport:
 
     Attributes:
         residual: ``‖∇L′‖`` of each sample relative to that at zero, in units of the prior's standard deviation, [k].
-        energy: ``E[zᵀ H z] / P``, which is 1 up to sampling for solved systems, and its standard error.
-        effective_dimension, by_layer: γ of all parameters, and of every layer.
         iterations: Passes over the data that the solve took.
         converged: Whether no residual exceeds the solver's tolerance.
+        function_space, weight_space: ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of every layer, ``[k, L]``.
+        size: Number of parameters of every layer, ``[L]``.
     """
 
     residual: Tensor
-    energy: tuple[float, float]
-    effective_dimension: EffectiveDimension
-    by_layer: EffectiveDimension
     iterations: int
     converged: bool
+    function_space: Tensor
+    weight_space: Tensor
+    size: Tensor
+
+    @property
+    def effective_dimension(self) -> EffectiveDimension:
+        """γ of all parameters."""
+        return total_dimension(self.function_space, self.weight_space, self.size)
+
+    @property
+    def by_layer(self) -> EffectiveDimension:
+        """γ of every layer."""
+        return effective_dimension(self.function_space, self.weight_space, self.size)
+
+    @property
+    def energy(self) -> tuple[float, float]:
+        """``E[zᵀ H z] / P``, which is 1 up to sampling for solved systems, and its standard error."""
+        return self.effective_dimension.energy

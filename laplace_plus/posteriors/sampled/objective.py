@@ -37,6 +37,7 @@ from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.posteriors.sampled.effective_dimension import group_sums
 
 Rows = Callable[[Tensor], Tensor]
 """A linear function of row vectors ``[k, n]``."""
@@ -158,29 +159,9 @@ class Solved:
     iterations: int
     converged: bool
 
-
-@dataclass(frozen=True)
-class SampledState:
-    """What a fit of :class:`~laplace_plus.SampledLaplace` keeps: its draws, and the samples at some hyperparameters.
-
-    Attributes:
-        data_sum: A number by which the training data are recognised.
-        samples: ``z [k, P]``.
-        precision, weight: The prior precision ``[P]`` and the weight of ``M₁`` that they were solved for.
-        function_space, weight_space: ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of every layer, ``[k, L]``.
-        residual, iterations, converged: How the solve ended, as of :class:`Solved`.
-    """
-
-    draws: Draws
-    data_sum: float
-    samples: Tensor
-    precision: Tensor
-    weight: float
-    function_space: Tensor
-    weight_space: Tensor
-    residual: Tensor
-    iterations: int
-    converged: bool
+    def forms(self, index: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
+        """``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of groups, ``[k, G]`` float64 each."""
+        return group_sums(self.u, self.image, index, n_groups), group_sums(self.u, self.u, index, n_groups)
 
 
 class PriorUnits:

@@ -8,7 +8,7 @@ application to linearised Laplace", 2023. See ``objective`` for the linear syste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,11 +29,9 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
     Estimator,
     SamplingReport,
-    effective_dimension,
-    group_sums,
     total_dimension,
 )
-from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, SampledState, Solved
+from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.training_data import require_restartable
@@ -43,6 +41,25 @@ from laplace_plus.tuning import Tuner, TuningResult
 __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 
 WHY = "Samples of the posterior come from many passes over the data."
+
+
+@dataclass(frozen=True)
+class SampledState:
+    """What a fit keeps: its draws, and the samples at some hyperparameters.
+
+    Attributes:
+        data_sum: A number by which the training data are recognised.
+        samples: ``z [k, P]``.
+        precision, weight: The prior precision ``[P]`` and the weight of ``M₁`` that they were solved for.
+        report: How the solve ended.
+    """
+
+    draws: Draws
+    data_sum: float
+    samples: Tensor
+    precision: Tensor
+    weight: float
+    report: SamplingReport
 
 
 class SampledLaplace(SampleBased):
@@ -150,20 +167,10 @@ class SampledLaplace(SampleBased):
                 "or raise the tolerance."
             )
             warn(what, ConvergenceWarning)
-        index, n_layers = self.network.layer_index(), len(self.network.layers)
-        function_space, weight_space = (group_sums(solved.u, x, index, n_layers) for x in (solved.image, solved.u))
-        return SampledState(
-            draws=draws,
-            data_sum=data_sum,
-            samples=solved.z,
-            precision=self.prior().vector().detach().clone(),
-            weight=self._weight(),
-            function_space=function_space,
-            weight_space=weight_space,
-            residual=solved.residual,
-            iterations=solved.iterations,
-            converged=solved.converged,
-        )
+        size = torch.bincount(self.network.layer_index(), minlength=len(self.network.layers))
+        forms = solved.forms(self.network.layer_index(), len(size))
+        report = SamplingReport(solved.residual, solved.iterations, solved.converged, *forms, size)
+        return SampledState(draws, data_sum, solved.z, self.prior().vector().detach().clone(), self._weight(), report)
 
     def _weight(self) -> float:
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
@@ -219,11 +226,7 @@ class SampledLaplace(SampleBased):
     @property
     def report(self) -> SamplingReport:
         """How the solve at the present hyperparameters ended."""
-        state, layers = self.solved_state(), self.network.layers
-        sizes = torch.bincount(self.network.layer_index(), minlength=len(layers))
-        total = total_dimension(state.function_space, state.weight_space, sizes)
-        by_layer = effective_dimension(state.function_space, state.weight_space, sizes)
-        return SamplingReport(state.residual, total.energy, total, by_layer, state.iterations, state.converged)
+        return self.solved_state().report
 
     @full_precision
     def effective_dimension(self, estimator: Estimator = "ratio") -> EffectiveDimension:
@@ -233,9 +236,8 @@ class SampledLaplace(SampleBased):
             estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module of that name.
         """
         checks.choice("estimator", estimator, ("ratio", "function", "weight"))
-        state = self.solved_state()
-        size = torch.tensor(self.n_parameters)
-        return total_dimension(state.function_space, state.weight_space, size, estimator)
+        report = self.solved_state().report
+        return total_dimension(report.function_space, report.weight_space, report.size, estimator)
 
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
@@ -250,15 +252,14 @@ class SampledLaplace(SampleBased):
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         state = self.solved_state()
-        numbers = {name: value for name, value in vars(state).items() if isinstance(value, bool | int | float)}
-        tensors = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
-        tensors |= {"vector": self.mean, "draws.prior": state.draws.prior, "draws.data": state.draws.data}
-        if self.tangent_mean is not None:
-            tensors["tangent_mean"] = self.tangent_mean
-        return numbers, tensors
+        both = vars(state) | vars(state.report) | {"draws." + name: value for name, value in vars(state.draws).items()}
+        numbers = {name: value for name, value in both.items() if isinstance(value, bool | int | float)}
+        tensors = {name: value for name, value in both.items() if isinstance(value, Tensor)} | {"vector": self.mean}
+        return numbers, tensors if self.tangent_mean is None else {**tensors, "tangent_mean": self.tangent_mean}
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._vector, self.tangent_mean = tensors["vector"], tensors.get("tangent_mean")
         own: dict[str, Any] = {**header, **tensors, "draws": Draws(tensors["draws.prior"], tensors["draws.data"])}
+        own["report"] = SamplingReport(**{one.name: own[one.name] for one in fields(SamplingReport)})
         self._state = SampledState(**{one.name: own[one.name] for one in fields(SampledState)})

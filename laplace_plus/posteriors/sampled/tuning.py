@@ -28,7 +28,6 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.sampled.effective_dimension import (
-    EffectiveDimension,
     SampledMethod,
     effective_dimension,
     group_sums,
@@ -36,7 +35,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     mackay_steps,
     total_dimension,
 )
-from laplace_plus.posteriors.sampled.objective import PriorUnits, SampledState, Solved
+from laplace_plus.posteriors.sampled.objective import PriorUnits, Solved
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
 from laplace_plus.tuning.base import tunes_noise
@@ -153,22 +152,13 @@ class SampledEvidence:
         return Alternation(posterior, self).run(progress=progress)
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """Solved samples, and the effective dimension of every group and of all of them together."""
-
-    solved: Solved
-    dimension: EffectiveDimension
-    total: EffectiveDimension
-
-
 class Alternation:
     """Optimum and samples of one tangent model, alternated with its precisions ``[G]`` and noise."""
 
     def __init__(self, posterior: Any, options: SampledEvidence):
         self._posterior, self._options = posterior, options
         self._tune_noise = tunes_noise(posterior.likelihood, options.tune_noise)
-        self._start: SampledState = posterior.solved_state()
+        self._start = posterior.solved_state()
         self._draws, self._problem = self._start.draws, posterior.problem(options.data)
         self._groups = Groups("scalar", ("all",), torch.zeros(posterior.n_parameters, dtype=torch.long))
         if options.structure != "scalar":
@@ -192,7 +182,7 @@ class Alternation:
         noise = None if noise is None else noise.detach()
         if torch.allclose(self._entries(precision), present, rtol=1e-12, atol=0.0):
             system, largest = self._system(precision, noise), self._problem.solver.largest_residual
-            current = self._described(system.check(self._start.samples * system.root, self._draws, largest, 0))
+            current = system.check(self._start.samples * system.root, self._draws, largest, 0)
         else:  # other precisions within a group
             current = self._solved(precision, noise, self._start.samples)
         steps: list[TuningStep] = []
@@ -204,9 +194,9 @@ class Alternation:
             found, squares = self._optimum(precision, noise, optimum)
             step = self._step(precision, noise, current, found, squares)
             precision, noise, optimum = step.prior_precision, step.noise_std, found.vector
-            current = self._solved(precision, noise, current.solved.z)
-            sound = sound and found.converged and current.solved.converged
-            steps.append(replace(step, iterations=current.solved.iterations))
+            current = self._solved(precision, noise, current.z)
+            sound = sound and found.converged and current.converged
+            steps.append(replace(step, iterations=current.iterations))
         around_tangent = options.predictive_mean == "tangent"
         vector = self._optimum(precision, noise, optimum)[0].vector.to(posterior.mean) if around_tangent else None
         one, scaled = options.structure == "scalar", options.scaling is not None
@@ -223,7 +213,7 @@ class Alternation:
             n_evaluations=len(steps),
             vector=vector,
             predictive_mean=options.predictive_mean,
-            solved=current.solved,
+            solved=current,
         )
 
     def _converged(self, steps: list[TuningStep], sound: bool) -> bool:
@@ -237,18 +227,21 @@ class Alternation:
         return False
 
     def _step(
-        self, precision: Tensor, noise: Tensor | None, at: _Samples, found: TangentOptimum, squares: Tensor
+        self, precision: Tensor, noise: Tensor | None, at: Solved, found: TangentOptimum, squares: Tensor
     ) -> TuningStep:
         """The update of the hyperparameters, of which the samples are still to be solved for."""
-        effective, size = at.dimension.value.cpu(), at.dimension.size.cpu()
+        size, forms = self._groups.sizes(), at.forms(self._groups.index, len(self._groups.names))
+        dimension = effective_dimension(*forms, size)
+        effective, size = dimension.value.cpu(), dimension.size.cpu()
         residual = float(mackay_steps(precision, effective, size, squares).abs().max())
         if self._tune_noise:
             assert noise is not None
-            updated = updated_noise(found.statistics, float(at.total.value), self._temperature).view_as(noise)
+            total = float(total_dimension(*forms, size).value)
+            updated = updated_noise(found.statistics, total, self._temperature).view_as(noise)
             residual = max(residual, float((updated / noise.double().cpu()).log().abs().max() * 2))
             noise = updated
         new = limited_precision(self._options.method, precision, effective, size, squares)
-        return TuningStep(new, noise, effective, at.dimension.sem.cpu(), squares, residual, 0)
+        return TuningStep(new, noise, effective, dimension.sem.cpu(), squares, residual, 0)
 
     def _optimum(self, precision: Tensor, noise: Tensor | None, start: Tensor | None) -> tuple[TangentOptimum, Tensor]:
         """θ★, searched for with the preconditioner of the samples, and ``‖θ★_g − μ_g‖² [G]`` float64."""
@@ -271,14 +264,9 @@ class Alternation:
         squares = group_sums(away, away * self._scaling.to(away), self._groups.index, len(self._groups.names))[0]
         return found, squares.cpu()
 
-    def _solved(self, precision: Tensor, noise: Tensor | None, start: Tensor) -> _Samples:
+    def _solved(self, precision: Tensor, noise: Tensor | None, start: Tensor) -> Solved:
         """Samples at precisions ``[G]`` and noise, from samples at others."""
-        return self._described(self._problem.solve(self._system(precision, noise), self._draws, start))
-
-    def _described(self, solved: Solved) -> _Samples:
-        index, sizes = self._groups.index, self._groups.sizes()
-        a, b = (group_sums(solved.u, other, index, len(sizes)) for other in (solved.image, solved.u))
-        return _Samples(solved, effective_dimension(a, b, sizes), total_dimension(a, b, sizes))
+        return self._problem.solve(self._system(precision, noise), self._draws, start)
 
     def _system(self, precision: Tensor, noise: Tensor | None) -> PriorUnits:
         weight = float(self._likelihood(noise).curvature_weights().detach()[0]) / self._temperature
