@@ -39,8 +39,8 @@ from laplace_plus.structured import (
     KroneckerBlock,
     OuterGradients,
 )
-from laplace_plus.structured.eigen import DiagonalOutputBlock
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, MATRIX, Layout
+from laplace_plus.structured.limited_rank import gram_sum
 
 B = TypeVar("B", bound=Block)
 
@@ -72,7 +72,6 @@ class Accumulation(ABC):
         self._blocks: dict[str, Block] = {}
         for layout, block in self.total.blocks:
             self._blocks[layout.key] = block
-            block.changed()
         self._touched: set[str] = set()
         self.deferred: list[Callable[[], None]] = []
 
@@ -106,18 +105,12 @@ class Accumulation(ABC):
             raise used_differently([layout.key])
         return block, is_new
 
-    def by_component(self, gradients: ExampleGradients, components: Tensor) -> list[ExampleGradients]:
-        """The gradients of each component's cotangents."""
-        if self.n_components == 1:
-            return [gradients]
-        return [gradients.select((components == k).nonzero().squeeze(-1)) for k in range(self.n_components)]
-
     def add_squares(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
         shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
         zeros = partial(torch.zeros, shape, dtype=dtype, device=gradients.device)
         block, _ = self.block(layout, DiagonalBlock, lambda: DiagonalBlock(zeros()))
-        gradients.add_component_squares_(block.values, components)
+        block.add(gradients, components)
 
     def add_outer_products(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""
@@ -125,9 +118,7 @@ class Accumulation(ABC):
         gram = partial(GramSum, dtype=self.gradients.network.dtype, device=gradients.device)
         sums = [gram(groups, rows * columns) for _ in range(self.n_components)]
         block, _ = self.block(layout, DenseBlock, partial(DenseBlock, sums, layout.shape))
-        for total, part in zip(block.sums, self.by_component(gradients, components), strict=True):
-            for _, values in part.chunks():
-                total.add_rows(values.flatten(3).flatten(0, 1).movedim(1, 0))  # [G, Vb, n]
+        block.add(gradients, components)
 
 
 class DiagonalAccumulation(Accumulation):
@@ -180,23 +171,12 @@ class KroneckerAccumulation(Accumulation):
         if isinstance(gradients, EmbeddingGradients):
             right: Any = torch.zeros(groups, columns, **options)
         else:  # groups that share their input (attention's projections) share its factor
-            right = GramSum(gradients.right_shape[0], columns, rank=self.structure.factor_rank, **options)
-        make = partial(GramSum, rank=None if is_last else self.structure.factor_rank, **options)
+            right = gram_sum(gradients.right_shape[0], columns, self.structure.factor_rank, **options)
+        make = partial(gram_sum, rank=None if is_last else self.structure.factor_rank, **options)
         nothing = torch.zeros((), dtype=torch.float64)
-        kind: Any = DiagonalOutputBlock if diagonal else KroneckerBlock
         start: Any = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
-        block, is_new = self.block(layout, kind, partial(kind, start, right, nothing))
-        parts: list[Any] = [gradients] if k == 1 else self.by_component(gradients, components)
-        for total, part in zip(block.left_sums, parts, strict=True):
-            for examples in part.side_chunks():
-                left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, G, o]
-                if self.structure.weight_sharing == "reduce":
-                    left = left.sum(2, keepdim=True, dtype=total.dtype)
-                if left.stride(-1) != 1 and left.shape[2] > 1:
-                    # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
-                    total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
-                else:
-                    total.add_rows(left.flatten(0, 2).movedim(1, 0))
+        block, is_new = self.block(layout, KroneckerBlock, partial(KroneckerBlock, start, right, nothing))
+        block.add(gradients, components, summed=self.structure.weight_sharing == "reduce")
         waits = self._tokens is not None and self._await(block, gradients, layout, self._tokens, is_new)
         if is_new and not waits:
             self._add_inputs(block, gradients, layout)

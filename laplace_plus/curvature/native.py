@@ -19,11 +19,11 @@ from laplace_plus.network.batches import Batch
 from laplace_plus.network.capture import capture_batch
 from laplace_plus.network.gradients import Gradients, loss_gradient, micro_batches, whole_layout
 from laplace_plus.network.network import Network
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, GramSum, KroneckerBlock, OuterGradients
-from laplace_plus.structured.eigen import DiagonalOutputBlock
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, OuterGradients
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
 from laplace_plus.structured.layout import MATRIX, Layout
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows, require_dense
+from laplace_plus.structured.limited_rank import gram_sum
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows
 
 Observed = tuple[Tensor, Tensor, Tensor]
 """What :meth:`Likelihood.rows` returns."""
@@ -108,7 +108,7 @@ class Native(Backend):
                 for layout, own in gradients.blocks(cotangents):
                     block = blocks[layout.key]
                     if isinstance(block, KroneckerBlock):
-                        block.correct_(own, components)
+                        block.add(own, components)
             count += capture.output_shape[0]
         return count
 
@@ -221,15 +221,12 @@ def last_layer_curvature(
 ) -> Curvature | None:
     """The exact Gauss-Newton curvature of a linear output layer, or None where this short cut does not apply.
 
-    It is that of outputs ``rows [N, C]`` with weights ``[N]``, 0 for ignored observations. ConfigurationError for a
-    full curvature that does not fit into memory.
+    It is that of outputs ``rows [N, C]`` with weights ``[N]``, 0 for ignored observations.
     """
     network = gradients.network
     hessian = likelihood.output_curvature(rows, weight) if gradients.capture.pointwise else None
     found = None if hessian is None else output_layer_inputs(gradients)
     if hessian is None or found is None:
-        if isinstance(structure, FullStructure):
-            require_dense(network.n_parameters, network.dtype, network.device)
         return None
     layout, inputs = found
     kept = weight.bool()
@@ -244,11 +241,11 @@ def last_layer_curvature(
         squares = hessian.diagonal.to(inputs.dtype).T @ inputs.square()
         block = DiagonalBlock(squares[None, None].to(dtype))
     elif isinstance(structure, KroneckerStructure):
-        right = GramSum(1, layout.shape[2], dtype=dtype, device=inputs.device, rank=structure.factor_rank)
+        right = gram_sum(1, layout.shape[2], structure.factor_rank, dtype=dtype, device=inputs.device)
         right.add_rows(inputs[None])
         count = torch.tensor(float(len(inputs)), dtype=torch.float64)
         if layout.shape[1] > structure.dense_outputs:
-            block = DiagonalOutputBlock(hessian.diagonal.sum(0)[None, None].to(dtype), right, count)
+            block = KroneckerBlock(hessian.diagonal.sum(0)[None, None].to(dtype), right, count)
         else:
             block = KroneckerBlock(hessian.sum()[None, None].to(dtype), right, count)
     else:

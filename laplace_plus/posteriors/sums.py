@@ -20,17 +20,15 @@ from laplace_plus.errors import ConfigurationError, DataError, DistributedError,
 from laplace_plus.network.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.blocks import block_from_tensors
-from laplace_plus.structured.eigen import DecomposedBlock, DiagonalOutputBlock
+from laplace_plus.structured.eigen import DecomposedBlock
 from laplace_plus.structured.gram_sum import DiagonalSum, GramSum
 from laplace_plus.structured.layout import Layout
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
-_SUMMABLE = {
-    cls.storage for cls in (DiagonalBlock, DenseBlock, KroneckerBlock, DiagonalOutputBlock, SoftmaxOutputBlock)
-}
-"""Kinds of blocks whose sum has the sums of their tensors, as long as these have the names below."""
+_SUMMABLE = {cls.storage for cls in (DiagonalBlock, DenseBlock, KroneckerBlock, SoftmaxOutputBlock)}
+"""Kinds of blocks whose sum has the sums of their tensors, apart from those whose names end as below."""
 
-_SUMMABLE_TENSORS = frozenset({"values", "matrix", "left", "right", "count"})
+_UNSUMMABLE = (".rows", ".limit", "features", "scales", "coupled")
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before:
         key: forms
         for key, forms in first.tensors.items()
         if blocks[key][2] in _SUMMABLE
-        and _SUMMABLE_TENSORS.issuperset(forms)
+        and not any(name.endswith(_UNSUMMABLE) for name in forms)
         and all(plan.tensors[key] == forms for plan in plans.values())
     }
     if sums is None:
@@ -232,7 +230,7 @@ def diagonalise_over_ranks(group: Group, curvature: Curvature, weights: Tensor) 
     All ranks have the same curvature and component weights ``[K]``.
     """
     waiting = [b for _, b in curvature if isinstance(b, DecomposedBlock) and not b.is_diagonalised(weights)]
-    factors = [block.factors_at(weights) for block in waiting]
+    factors = [block.sums_at(weights) for block in waiting]
     pairs = iter(balanced_eigen(group, [factor for own in factors for factor in own]))
     for block, own in zip(waiting, factors, strict=True):
         block.adopt_eigen(weights, [next(pairs) for _ in own])

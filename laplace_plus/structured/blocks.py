@@ -1,15 +1,11 @@
 """Structured positive semi-definite matrices over the entries of a ``[G, o, i]`` array.
 
 A block is a sum of K *components*, ``H(w) = Σ_k w_k H_k``, so that a curvature whose outputs carry different noise
-levels can be reweighted without being computed again; K = 1 in all other cases. Blocks are summed in place while data
-stream by, are diagonalised once, and do not know their network.
-
-A factor is a block plus a diagonal, ready to be inverted. It is diagonal in a basis, an invertible linear map R on
-``[G, o, i]`` arrays: :meth:`Basis.coordinates` applies Rᵀ to per-example gradients (a Jacobian J becomes ``J R``),
-:meth:`Basis.expand` applies R to coordinates.
+levels can be reweighted without being computed again; K = 1 in all other cases. Gradients are added in place while data
+stream by. A factor is a block plus a diagonal, ready to be inverted. Neither knows a network.
 
 A block of another kind is a subclass of :class:`Block` with a ``storage`` kind and a ``from_tensors`` of its own;
-:func:`register_block` makes it known, so that posteriors which hold it can be loaded and updated.
+:func:`register_block` makes it known, so that posteriors which hold it can be loaded.
 """
 
 from __future__ import annotations
@@ -82,9 +78,13 @@ class Factor(ABC):
     basis: CoordinateMap
     reads_matrices: ClassVar[bool] = True
 
+    def quadratic(self, gradients: ExampleGradients, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for gradients; mode as in :meth:`ExampleGradients.quadratic`."""
+        return self.quadratic_form(self.basis.coordinates(gradients), mode)
+
     @abstractmethod
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
-        """``P M⁻¹ P'`` for gradients in coordinates of :attr:`basis`; mode as in :meth:`ExampleGradients.quadratic`."""
+        """:meth:`quadratic` for gradients in coordinates of :attr:`basis`."""
 
     @abstractmethod
     def log_determinant(self) -> Tensor:
@@ -105,13 +105,12 @@ class Factor(ABC):
     def variances(self) -> Tensor:
         """The diagonal of ``M⁻¹``, ``[G, o, i]``."""
 
-    @abstractmethod
     def covariance(self) -> Tensor:
         """``M⁻¹`` written out, ``[G, n, n]`` with n = o·i; only for small n."""
-
-    def quadratic(self, gradients: ExampleGradients, mode: str) -> Tensor:
-        """``P M⁻¹ P'`` for gradients; mode as in :meth:`ExampleGradients.quadratic`."""
-        return self.quadratic_form(self.basis.coordinates(gradients), mode)
+        groups, rows, columns = (like := self.variances()).shape
+        n = rows * columns
+        units = torch.eye(n, dtype=like.dtype, device=like.device).view(n, 1, rows, columns)
+        return self.solve(units.expand(n, groups, rows, columns).contiguous()).flatten(2).transpose(0, 1)
 
 
 class Block(ABC):
@@ -119,35 +118,19 @@ class Block(ABC):
 
     Attributes:
         storage: Names the kind of block in checkpoints.
-        forms: The axes of each of :meth:`tensors`, for :func:`check_forms`; those that have none are not checked, and a
-            subclass does not inherit them.
         kind: What the block is, for summaries and errors.
         shape: ``(G, o, i)``.
         n_components: K.
     """
 
     storage: ClassVar[str]
-    forms: ClassVar[Mapping[str, str]] = {}
     kind: str
     shape: tuple[int, int, int]
     n_components: int
 
-    @classmethod
-    @abstractmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Block:
-        """Rebuild a block of this shape from its :meth:`tensors`."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that make up the block, for storage."""
-
-    @abstractmethod
-    def add_(self, other: Block) -> None:
-        """Add another block of the same structure in place."""
-
-    @abstractmethod
-    def clone(self) -> Block:
-        """A copy that further data may be added to."""
+    def add(self, gradients: ExampleGradients, components: Tensor) -> None:
+        """Add the outer products of gradients ``[V, B]``, whose cotangents belong to ``components [V]``, in place."""
+        raise NotImplementedError(f"{type(self).__name__} is not made of gradients")
 
     @abstractmethod
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
@@ -175,6 +158,25 @@ class Block(ABC):
         flat = vectors.flatten(2)
         return torch.einsum("kgn,gnm,kgm->k", flat, self.dense(weights).to(flat), flat)
 
+    # -- storage and sums ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Block:
+        """Rebuild a block of this shape from its :meth:`tensors`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that make up the block, for storage and for sums over processes."""
+
+    @abstractmethod
+    def add_(self, other: Block) -> None:
+        """Add another block of the same structure in place."""
+
+    @abstractmethod
+    def clone(self) -> Block:
+        """A copy that further data may be added to."""
+
     def parts(self) -> list[Tensor]:
         """The tensors that hold the block as it is now, whatever their form."""
         return list(self.tensors().values())
@@ -182,9 +184,6 @@ class Block(ABC):
     def is_zero(self) -> bool:
         """Whether ``H(w)`` is zero, whatever the weights."""
         return not any(bool(part.any()) for part in self.parts())
-
-    def changed(self) -> None:  # noqa: B027  -- most blocks keep nothing
-        """Forget what was computed from the sums, after something was added to them."""
 
     def n_bytes(self) -> int:
         """Memory that the block takes."""
@@ -215,21 +214,4 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: Mappi
         what = f"A saved curvature holds a block of the unknown kind {storage!r}."
         fix = "Import the package that registers this kind with lp.structured.register_block."
         raise CheckpointError(what, expected=", ".join(sorted(_KINDS)), fix=fix)
-    groups, rows, columns = shape
-    check_forms(tensors, vars(_KINDS[storage]).get("forms", {}), G=groups, o=rows, i=columns, n=rows * columns, t=2)
     return _KINDS[storage].from_tensors(tensors, shape)
-
-
-def check_forms(tensors: Mapping[str, Tensor], forms: Mapping[str, str], **sizes: int) -> None:
-    """Raise :class:`CheckpointError` unless tensors have the axes that their names, up to a dot, stand for.
-
-    An axis is a letter. It has the size that is given, or else the same one throughout; ``*`` is an axis of any size.
-    Of ``"KGoo KGo"`` either will do.
-    """
-    for name, tensor in tensors.items():
-        known = forms.get(name.split(".")[0])
-        axes = next((form for form in known.split(" ") if len(form) == tensor.ndim), None) if known is not None else ""
-        found = zip(axes or "", tensor.shape, strict=False)
-        if axes is None or any(sizes.setdefault(axis, size) != size for axis, size in found if axis != "*"):
-            what, got = f"The tensor {name!r} has another shape.", str(list(tensor.shape))
-            raise CheckpointError(what, expected=f"[{known}] with {sizes}", got=got)

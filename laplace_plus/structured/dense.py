@@ -1,7 +1,7 @@
-"""Diagonal and dense matrices as blocks.
+"""Dense matrices as blocks.
 
-Of large dense ones eigenvectors are avoided: two Cholesky decompositions and a triangular inverse take a third of the
-time of eigenvectors, but hold for one diagonal only; eigenvalues alone serve all determinants.
+Of large ones eigenvectors are avoided: two Cholesky decompositions and a triangular inverse take a third of the time of
+eigenvectors, but hold for one diagonal only; eigenvalues alone serve all determinants.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import CHUNK_BYTES, budget
 from laplace_plus.kernels import require_finite, symmetric_eigen
-from laplace_plus.structured.blocks import Basis, Block, Factor, IdentityBasis, register_block
+from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
+from laplace_plus.structured.chunks import limit
 from laplace_plus.structured.eigen import DecomposedBlock, EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
-from laplace_plus.structured.log_determinants import log_determinant, not_positive_definite
-from laplace_plus.structured.low_rank import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine
+from laplace_plus.structured.log_determinants import require_positive
 
 ROUNDING = 64.0
 """Rounding makes eigenvalues of semi-definite n × n matrices negative, by this times ``n ε`` of the largest one."""
@@ -31,6 +30,9 @@ LARGE = 1024
 
 _SHARE = 1e-3
 """Fraction of the diagonal that rounding may take away before eigenvalues have to be clamped."""
+
+_WRITTEN = 256
+"""MiB of gradients that are multiplied by a basis once, for every quadratic form; more are multiplied in parts."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,10 @@ class DenseBasis(Basis):
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
-        matrix = self._matrix()
-        mapped = MappedGradients(gradients, matrix)
-        n_examples = gradients.n_examples
-        if n_examples * gradients.bytes_each() > min(CHUNK_BYTES, budget(gradients.device) // 4):
+        mapped, n_examples = MappedGradients(gradients, self._matrix()), gradients.n_examples
+        if n_examples * gradients.bytes_each() > limit(gradients.device, _WRITTEN):
             return mapped
-        return DenseGradients(mapped.dense(slice(0, n_examples)))  # multiplied once, for every quadratic form
+        return DenseGradients(mapped.dense(slice(0, n_examples)))
 
     @override
     def expand(self, coordinates: Tensor) -> Tensor:
@@ -65,63 +65,6 @@ class DenseBasis(Basis):
     @override
     def diagonal(self, variances: Tensor) -> Tensor:
         return (self._matrix().square() @ variances.flatten(1)[..., None]).view_as(variances)
-
-
-@register_block
-@dataclass
-class DiagonalBlock(EigenBlock):
-    """A diagonal matrix; its ``values`` are ``[K, G, o, i]``."""
-
-    values: Tensor
-
-    storage: ClassVar[str] = "diagonal"
-    forms: ClassVar[Mapping[str, str]] = {"values": "KGoi"}
-
-    def __post_init__(self) -> None:
-        self.kind = "diagonal"
-        self.n_components = self.values.shape[0]
-        self.shape = tuple(self.values.shape[1:])  # type: ignore[assignment]
-
-    @classmethod
-    @override
-    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> DiagonalBlock:
-        return cls(tensors["values"])
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        return {"values": self.values}
-
-    @override
-    def add_(self, other: Block) -> None:
-        assert isinstance(other, DiagonalBlock)
-        self.values += other.values
-
-    @override
-    def clone(self) -> DiagonalBlock:
-        return DiagonalBlock(self.values.clone())
-
-    @override
-    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        return IdentityBasis(), torch.tensordot(weights, self.values.to(weights.dtype), 1)
-
-    @override
-    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
-        return self.values
-
-    @override
-    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        basis, values = self.eigen(weights)
-        return EigenFactor(basis, values + diagonal)
-
-    @override
-    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        if diagonal.ndim == 0 and self.n_components == 1:
-            return EigenBlock.log_determinant(self, weights, diagonal)
-        return log_determinant(self.values.flatten(1), weights, diagonal.flatten() if diagonal.ndim else diagonal)
-
-    @override
-    def dense(self, weights: Tensor) -> Tensor:
-        return torch.diag_embed(self.eigen(weights)[1].flatten(1))
 
 
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -142,7 +85,6 @@ class DenseBlock(DecomposedBlock):
     """
 
     storage: ClassVar[str] = "dense"
-    forms: ClassVar[Mapping[str, str]] = {"matrix": "KGnn", "matrix_rows": "G*n"}
 
     def __init__(self, matrix: Tensor | Sequence[GramSum], shape: tuple[int, int, int]):
         self.sums = [GramSum.of(m) for m in matrix] if isinstance(matrix, Tensor) else list(matrix)
@@ -152,23 +94,29 @@ class DenseBlock(DecomposedBlock):
         self.n_components = len(self.sums)
         self.changed()
 
-    @classmethod
-    @override
-    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> DenseBlock:
-        return cls(restored(tensors, "matrix"), shape)
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        return stored(self.sums, "matrix")
-
-    @override
-    def clone(self) -> DenseBlock:
-        return DenseBlock([own.clone() for own in self.sums], self.shape)
-
     @property
     def matrix(self) -> Tensor:
         """The components ``[K, G, n, n]``."""
-        return torch.stack([own.dense() for own in self.sums]) if self.n_components > 1 else self.sums[0].dense()[None]
+        return (
+            torch.stack([own.matrix() for own in self.sums]) if self.n_components > 1 else self.sums[0].matrix()[None]
+        )
+
+    @override
+    def every_sum(self) -> list[GramSum]:
+        return self.sums
+
+    @override
+    def changed(self) -> None:
+        super().changed()
+        self._semi_definite: Tensor | None = None
+        self._values_alone: Tensor | None = None
+
+    @override
+    def add(self, gradients: ExampleGradients, components: Tensor) -> None:
+        self.changed()
+        for total, part in zip(self.sums, gradients.by_component(components, self.n_components), strict=True):
+            for _, values in part.chunks():
+                total.add_rows(values.flatten(3).flatten(0, 1).movedim(1, 0))  # [G, Vb, n]
 
     @override
     def add_(self, other: Block) -> None:
@@ -178,23 +126,18 @@ class DenseBlock(DecomposedBlock):
         self.changed()
 
     @override
-    def changed(self) -> None:
-        self._cache = None
-        self._semi_definite: Tensor | None = None
-        self._values_alone: Tensor | None = None
+    def _sums_at(self, weights: Tensor) -> list[GramSum]:
+        return self.sums if self.n_components == 1 else [combine(self.sums, weights)]
 
     @override
-    def factors(self, weights: Tensor) -> list[GramSum]:
-        return [self.sums[0] if self.n_components == 1 else combine(self.sums, weights)]
+    def diagonalised_by(self, pairs: Sequence[EigenPairs]) -> tuple[Basis, Tensor]:
+        return DenseBasis(pairs[0].vectors), clamp_rounding(pairs[0].values).view(self.shape)
 
     @override
-    def diagonal_of(self, pairs: Sequence[EigenPairs]) -> Tensor:
-        return clamp_rounding(pairs[0].values).view(self.shape)
+    def dense(self, weights: Tensor) -> Tensor:
+        return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
 
-    @override
-    def basis_of(self, pairs: Sequence[EigenPairs]) -> Basis:
-        assert pairs[0].vectors is not None
-        return DenseBasis(pairs[0].vectors)
+    quadratic = Block.quadratic
 
     def _avoids_vectors(self, weights: Tensor) -> bool:
         """Whether eigenvectors would take much longer than what can be had without them."""
@@ -202,30 +145,7 @@ class DenseBlock(DecomposedBlock):
         return self.shape[1] * self.shape[2] >= LARGE and not thin and not self.is_diagonalised(weights)
 
     @override
-    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
-        if self._values_alone is None and not self._avoids_vectors(weights):
-            return self.diagonalised(weights).values
-        if self._values_alone is None:
-            matrix = self.sums[0].matrix()
-            require_finite(matrix)
-            try:  # in the matrix's own type: a sum that was rounded to it entry by entry has errors of the same size
-                values = torch.linalg.eigvalsh(matrix)
-            except torch.linalg.LinAlgError:  # float32 may not converge
-                values = torch.linalg.eigvalsh(matrix.double()).to(matrix.dtype)
-            self._values_alone = clamp_rounding(values).view(self.shape)
-        return self._values_alone
-
-    def _few_rows(self) -> Tensor | None:
-        """The rows X ``[m, n]`` of ``H = XᵀX``, where a basis of all n dimensions would take far more memory."""
-        large = self.shape[:2] == (1, 1) and self.shape[2] >= LARGE
-        return self.sums[0].rows()[0] if large and self.n_components == 1 and self.sums[0].is_thin else None
-
-    @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        rows = self._few_rows()
-        if rows is not None:
-            values = weights[0].double().expand(len(rows))
-            return LowRankFactor(LowRankCoordinates(rows), values, diagonal.double())
         if self._avoids_vectors(weights):
             inverse_root = self._inverse_root(self.dense(weights), diagonal)
             if inverse_root is not None:
@@ -258,17 +178,26 @@ class DenseBlock(DecomposedBlock):
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return EigenBlock.log_determinant(self, weights, diagonal)
-        rows = self._few_rows()
-        if rows is not None:
-            return low_rank_log_determinant(weights[0].double().expand(len(rows)), rows, diagonal.double())
         full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
         full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
         lower, failed = torch.linalg.cholesky_ex(full)
         if failed.any():
-            raise not_positive_definite(torch.linalg.eigvalsh(full.detach()).min().item())
+            require_positive(torch.linalg.eigvalsh(full.detach()))
         return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
 
-    quadratic = Block.quadratic
+    @override
+    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
+        if self._values_alone is None and not self._avoids_vectors(weights):
+            return self.diagonalised(weights).values
+        if self._values_alone is None:
+            matrix = self.sums[0].matrix()
+            require_finite(matrix)
+            try:  # in the matrix's own type: a sum that was rounded to it entry by entry has errors of the same size
+                values = torch.linalg.eigvalsh(matrix)
+            except torch.linalg.LinAlgError:  # float32 may not converge
+                values = torch.linalg.eigvalsh(matrix.double()).to(matrix.dtype)
+            self._values_alone = clamp_rounding(values).view(self.shape)
+        return self._values_alone
 
     def _without_rounding(self) -> Tensor:
         """The components in float64 with clamped eigenvalues; otherwise Cholesky decompositions could fail."""
@@ -277,6 +206,16 @@ class DenseBlock(DecomposedBlock):
             self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
         return self._semi_definite
 
+    @classmethod
     @override
-    def dense(self, weights: Tensor) -> Tensor:
-        return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> DenseBlock:
+        # In memory of its own, as it was added up: how a product is rounded depends on where its factors lie.
+        return cls([GramSum.of(tensors[f"matrix.{n}"].clone()) for n in range(len(tensors))], shape)
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"matrix.{n}": own.matrix() for n, own in enumerate(self.sums)}
+
+    @override
+    def clone(self) -> DenseBlock:
+        return type(self)([own.clone() for own in self.sums], self.shape)

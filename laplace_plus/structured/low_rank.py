@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
+from laplace_plus.structured.chunks import MIB, limit, slices
 from laplace_plus.structured.gradients import DenseGradients, DerivedGradients, ExampleGradients
 from laplace_plus.structured.log_determinants import require_positive
 
-_KEPT = 2**20
-"""Numbers, 8 MiB, that are kept so that predictions need no product with U."""
+_WRITTEN = 64
+"""MiB of gradients that are written out once, for the product with U and for the prior's part."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class LowRankCoordinates(CoordinateMap):
     def coordinates(self, gradients: ExampleGradients) -> ProjectedGradients:
         gradients = gradients.in_dtype(torch.float64)
         few = gradients.n_cotangents * gradients.n_examples <= len(self.vectors)  # written out, they are smaller than U
-        if few and gradients.n_examples * gradients.bytes_each() <= chunk_bytes(gradients.device, of_caches=64):
+        if few and gradients.n_examples * gradients.bytes_each() <= limit(gradients.device, _WRITTEN):
             gradients = DenseGradients(gradients.dense(slice(0, gradients.n_examples)))
         return ProjectedGradients(gradients, self.vectors)
 
@@ -161,17 +161,14 @@ class LowRankFactor(Factor):
         return numbers.clamp(min=0), root[:, None] * vectors
 
     @cached_property
-    def _taken(self) -> tuple[Tensor, Tensor | None]:
-        """``diag(values)^½ Q (1 + λ)^-½ [r, k]``, and ``D⁻¹ Uᵀ`` times it if that takes fewer than r² or few numbers.
+    def _taken(self) -> Tensor:
+        """``diag(values)^½ Q (1 + λ)^-½ [r, k]``, by which what the data took away follows from products with U.
 
         Directions with a λ so small that rounding of U changes variances by more are left out.
         """
-        (numbers, mix), vectors = self._inner, self.basis.vectors
-        kept = numbers > torch.finfo(vectors.dtype).eps / 64
-        mix = mix[:, kept] * (1 + numbers[kept]).rsqrt()
-        if vectors.shape[1] * mix.shape[1] > max(len(mix) ** 2, _KEPT):
-            return mix, None
-        return mix, torch.cat([(own / diagonal).mT @ mix for _, own, diagonal in _columns(vectors, self.diagonal)])
+        numbers, mix = self._inner
+        kept = numbers > torch.finfo(self.basis.vectors.dtype).eps / 64
+        return mix[:, kept] * (1 + numbers[kept]).rsqrt()
 
     def _over_columns(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slices of the n entries with ``Qᵀ diag(values)^½ U`` and D there, a bounded number at a time."""
@@ -186,13 +183,10 @@ class LowRankFactor(Factor):
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
         assert isinstance(coordinates, ProjectedGradients)
         inverse = self.diagonal.reciprocal().expand(coordinates.shape)
-        mix, directions = self._taken
-        if directions is not None:
-            taken = coordinates.source.project(directions.mT[:, None, None])  # [V, B, k]
-        elif self.diagonal.ndim:
-            taken = coordinates.source.project(self.basis.vectors[:, None, None] * inverse) @ mix
+        if self.diagonal.ndim:
+            taken = coordinates.source.project(self.basis.vectors[:, None, None] * inverse) @ self._taken
         else:
-            taken = coordinates.projections / self.diagonal @ mix
+            taken = coordinates.projections / self.diagonal @ self._taken
         prior = coordinates.source.quadratic(inverse, mode)
         if mode == "diagonal":
             return (prior - taken.square().sum(-1).T).clamp(min=0)
@@ -223,17 +217,11 @@ class LowRankFactor(Factor):
             parts.append(diagonal.reciprocal() - taken)
         return torch.cat(parts)[None, None].to(vectors.dtype)
 
-    @override
-    def covariance(self) -> Tensor:
-        n = self.basis.vectors.shape[1]
-        identity = torch.eye(n, dtype=torch.float64, device=self.values.device).view(n, 1, 1, 1, n)
-        return self.quadratic(DenseGradients(identity), "full").to(self.basis.vectors.dtype)
-
 
 def _columns(vectors: Tensor, diagonal: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Slices of the n entries with U and D there in float64, a bounded number at a time; D is 0-d or has n entries."""
     flat = diagonal.flatten().expand(vectors.shape[1])
-    for columns in slices(vectors.shape[1], 2 * 8 * max(1, len(vectors))):
+    for columns in slices(vectors.shape[1], 2 * 8 * max(1, len(vectors)), 256 * MIB):
         yield columns, vectors[:, columns].double(), flat[columns]
 
 
@@ -272,7 +260,6 @@ class LowRankBlock(Block):
     rest: SampledSpectrum
 
     storage: ClassVar[str] = "low rank"
-    forms: ClassVar[Mapping[str, str]] = {"values": "r", "vectors": "rn", "nodes": "tmd", "node_weights": "tmd"}
     _spectrum: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_plus import _memory
 from laplace_plus.structured.blocks import Factor
+from laplace_plus.structured.chunks import MIB
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
 TILE = 2**20
@@ -31,9 +31,8 @@ def add_draws_(
     size = max(1, shape.numel())
     tile = min(n, max(1, TILE // size))
     at_once = tile
-    if factor.reads_matrices:
-        affordable = _memory.budget(result.device) // (4 * 8 * size)  # a few float64 arrays of this size
-        at_once = min(n, max(1, min(_AT_ONCE, affordable) // tile) * tile)
+    if factor.reads_matrices:  # in a few float64 arrays, of 256 MiB each at most
+        at_once = min(n, max(1, min(_AT_ONCE, 256 * MIB // (8 * size)) // tile) * tile)
     noise = torch.empty(at_once, *shape, dtype=result.dtype, device=result.device)
     for start in range(0, n, at_once):
         drawn = noise[: min(at_once, n - start)]

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus import _memory
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import EigenBlock, Factor
-from laplace_plus.structured.log_determinants import WORTHWHILE, JoinedSpectra
 from laplace_plus.structured.parameter_slices import ParameterSlices
+
+MANY_FACTORS = 2**30
+"""Bytes of eigenvalues beyond which those of a factor are computed whenever it is used."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class LaplaceModel:
     n_outputs: int
     travelled: Tensor | None = None
     _known_scatter: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _evaluations: dict[str, tuple[int, JoinedSpectra | None]] = field(default_factory=dict, init=False, repr=False)
 
     def prior(self, precision: Any) -> GaussianPrior:
         """The prior at a precision (0-d, ``[L]`` or ``[P]``), which is checked."""
@@ -146,7 +146,7 @@ class LaplaceModel:
     def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> Sequence[Mapping[str, Factor]]:
         """As :meth:`factors`, for several pairs of a prior precision and a noise level, with shared eigenbases.
 
-        If all factors would take too much memory, each is computed whenever it is used.
+        If all factors take more than :data:`MANY_FACTORS`, each is computed whenever it is used.
         """
         blocks = [block for _, block in self.curvature]
         fixed = [block for block in blocks if isinstance(block, EigenBlock) and block.n_components == 1]
@@ -160,8 +160,7 @@ class LaplaceModel:
             functions = {at.key: partial(block.factor, weights, own[at.key]) for at, block in self.curvature}
             sets.append(FactorsOnDemand(functions))
         n_bytes = len(points) * len(self.vector) * self.vector.element_size()
-        definite = len(fixed) == len(blocks) and all(block.spectrum(unit).is_definite for block in fixed)
-        if definite and n_bytes > _memory.budget(self.vector.device) // 4:
+        if len(fixed) == len(blocks) and n_bytes > MANY_FACTORS:
             return sets
         return [dict(factors) for factors in sets]
 
@@ -214,33 +213,12 @@ class LaplaceModel:
 
     def _log_ratio(self, structure: str, precision: Tensor, weights: Tensor) -> Tensor:
         """``log det Λ − log det P₀``, 0-d float64."""
-        joined = self._joined(structure, weights)
-        if joined is not None:
-            return joined.log_ratio(weights[0], precision.log())
         sizes = self.sizes if structure == "layerwise" else len(self.vector) if structure == "scalar" else 1
         total = -(precision.log() * sizes).sum()
         diagonals = self.diagonals(precision)
         for layout, block in self.curvature:
             total = total + block.log_determinant(weights, diagonals[layout.key]).double()
         return total
-
-    def _joined(self, structure: str, weights: Tensor) -> JoinedSpectra | None:
-        """All blocks in one, where that is possible and as many evaluations were asked for as it costs."""
-        count, found = self._evaluations.get(structure, (0, None))
-        if count == WORTHWHILE:
-            found = self._join(structure, weights.detach())
-        self._evaluations[structure] = count + 1, found
-        return found
-
-    def _join(self, structure: str, weights: Tensor) -> JoinedSpectra | None:
-        blocks = [block for _, block in self.curvature if isinstance(block, EigenBlock) and block.n_components == 1]
-        layers = [layer for layer in self._layers.values() if isinstance(layer, int)]
-        groups = [0] * len(blocks) if structure == "scalar" else layers
-        complete = len(blocks) == len(groups) == len(self.parameter_slices)
-        if structure == "diagonal" or not complete or 32 * len(self.vector) > _memory.budget(self.vector.device):
-            return None
-        spectra = [block.spectrum(weights) for block in blocks]
-        return None if any(spectrum.nodes is None for spectrum in spectra) else JoinedSpectra(spectra, groups)
 
     def solve(self, factors: Mapping[str, Factor], vector: Tensor) -> Tensor:
         """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type."""

@@ -50,13 +50,6 @@ class PairStructure(Structure):
 class NeuronBlock(DenseBlock):
     storage = "dense by neuron"
 
-    def clone(self):
-        return NeuronBlock([part.clone() for part in self.sums], self.shape)
-
-    @classmethod
-    def from_tensors(cls, tensors, shape):
-        return cls(tensors["matrix"], shape)
-
 
 class NeuronAccumulation(DenseAccumulation):
     def add(self, cotangents, components):
@@ -67,9 +60,7 @@ class NeuronAccumulation(DenseAccumulation):
                 return NeuronBlock(torch.zeros(1, layout.shape[0], n, n, dtype=torch.float64), layout.shape)
 
             block, _ = self.block(layout, NeuronBlock, create)
-            values = gradients.dense(slice(None)).flatten(3)  # [V, B, G, n]
-            block.sums[0].add_rows(values.flatten(0, 1).movedim(1, 0))
-            block.changed()
+            block.add(gradients, components)
 
 
 register_block(NeuronBlock)

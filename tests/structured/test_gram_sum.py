@@ -45,7 +45,7 @@ def require_decomposes(pairs: EigenPairs, matrix: torch.Tensor, tolerance: float
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("order", list(itertools.permutations(["rows", "many rows", "products", "sum", "formed sum"])))
+@pytest.mark.parametrize("order", list(itertools.permutations(["rows", "many rows", "products", "formed sum"])))
 def test_equals_the_dense_sum_in_every_order(order, groups):
     total, expected = empty(groups), torch.zeros(groups, SIZE, SIZE, dtype=torch.float64)
     for seed, what in enumerate(order):
@@ -69,9 +69,9 @@ def test_products_are_taken_when_there_are_as_many_rows_as_columns(count, step):
     rows, total = rows_of(count), empty()
     for part in rows.split(step, 1):
         total.add_rows(part)
-    assert total.is_formed == (count >= SIZE)
+    assert total.n_rows < SIZE
     torch.testing.assert_close(total.matrix(), rows.mT @ rows)
-    assert total.is_formed
+    assert not total.n_rows
 
 
 def test_rows_are_kept_as_they_were():

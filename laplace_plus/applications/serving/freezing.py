@@ -20,7 +20,8 @@ from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
-from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
+from laplace_plus.structured.eigen import EigenFactor
+from laplace_plus.structured.kronecker import KroneckerBasis
 
 _PLAIN = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 

@@ -27,7 +27,6 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
 )
 from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.storing import with_prefix
-from laplace_plus.structured.blocks import check_forms
 
 _SAVED = 100
 """Epochs between checkpoints: some seconds of work."""
@@ -116,7 +115,6 @@ class Latents:
     @classmethod
     def read(cls, header: dict[str, Any], tensors: dict[str, Tensor], options: LatentModel) -> Latents:
         """Restore what :meth:`state` returned."""
-        check_forms(tensors, {"start": "k", "ends": "nk", "history": "et"}, k=options.dimension)
         numbers = {name: value for name, value in header.items() if name != "scale"}
         checks.positive("scale", header["scale"] if isinstance(header["scale"], float) else None)
         coordinates = Coordinates(tensors.get("weights"), header["scale"], header["kept"])

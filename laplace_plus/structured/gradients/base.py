@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import budget, chunk_bytes, slices
+from laplace_plus.structured.chunks import limit, slices
 
-_WRITTEN_CACHES = 4
-"""Size of a chunk that is written out, in caches. Smaller chunks make many small products."""
+_WRITTEN = 4
+"""MiB of a chunk that is written out. Smaller chunks make many small products."""
 
-_JOINT_CACHES = 64
+_JOINT = 64
 """The same for products of all examples with each other, in which each chunk is written out once for every other."""
 
 
@@ -51,9 +51,9 @@ class ExampleGradients(ABC):
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
         """Entries of some examples' matrices at ``[n]`` positions in the flattened array, ``[V, b, n]``."""
         start, stop, _ = examples.indices(self.n_examples)
-        limit = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES)
-        cuts = [slice(start + cut.start, start + cut.stop) for cut in slices(stop - start, self.bytes_each(), limit)]
-        return torch.cat([self.dense(cut).flatten(2)[..., positions] for cut in cuts or [examples]], 1)
+        cuts = slices(stop - start, self.bytes_each(), limit(self.device, _WRITTEN))
+        parts = [slice(start + cut.start, start + cut.stop) for cut in cuts] or [examples]
+        return torch.cat([self.dense(part).flatten(2)[..., positions] for part in parts], 1)
 
     def bytes_each(self) -> int:
         """Memory that the matrices of one example take when they are written out."""
@@ -62,8 +62,7 @@ class ExampleGradients(ABC):
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Pairs of a slice of the examples and their matrices ``[V, b, G, o, i]``, a bounded number at a time."""
-        limit = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES)
-        for examples in slices(self.n_examples, self.bytes_each(), limit):
+        for examples in slices(self.n_examples, self.bytes_each(), limit(self.device, _WRITTEN)):
             yield examples, self.dense(examples)
 
     def squares(self) -> Tensor:
@@ -77,10 +76,15 @@ class ExampleGradients(ABC):
         for _, values in self.chunks():
             total += values.square().sum((0, 1))
 
+    def by_component(self, components: Tensor, count: int) -> list[ExampleGradients]:
+        """The gradients of each component's cotangents; components are ``[V]`` integers below ``count``."""
+        if count == 1:
+            return [self]
+        return [self.select((components == number).nonzero().squeeze(-1)) for number in range(count)]
+
     def add_component_squares_(self, totals: Tensor, components: Tensor) -> None:
         """Add the squares of the cotangents of each component to ``totals [K, G, o, i]``; components are ``[V]``."""
-        for number, total in enumerate(totals):
-            own = self if len(totals) == 1 else self.select((components == number).nonzero().squeeze(-1))
+        for total, own in zip(totals, self.by_component(components, len(totals)), strict=True):
             if own.dtype == total.dtype:
                 own.add_squares_(total)
             else:
@@ -114,18 +118,14 @@ class ExampleGradients(ABC):
         # No more than two chunks are written out at a time; symmetry gives the other half of the pairs.
         v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
-        room = min(chunk_bytes(self.device, of_caches=_JOINT_CACHES), budget(self.device) // 16)
-        single, every = self.bytes_each() // max(1, v), torch.arange(v, device=self.device)
-        cuts = [(some, own) for some in slices(v, single, room) for own in slices(b, single * len(every[some]), room)]
-        for number, (some, own) in enumerate(cuts):
-            part = self if len(every[some]) == v else self.select(every[some])
-            weighted = part.dense(own).mul(weights).flatten(2).flatten(0, 1)  # [vb, p]
-            for some_other, other in cuts[: number + 1]:
-                part = self if len(every[some_other]) == v else self.select(every[some_other])
-                block = weighted @ part.dense(other).flatten(2).flatten(0, 1).T
-                block = block.view(len(every[some]), -1, len(every[some_other]), other.stop - other.start)
-                result[own, some, other, some_other] = block.permute(1, 0, 3, 2)
-                result[other, some_other, own, some] = block.permute(3, 2, 1, 0)
+        cuts = list(slices(b, self.bytes_each(), limit(self.device, _JOINT)))
+        for number, own in enumerate(cuts):
+            weighted = self.dense(own).mul(weights).flatten(2).flatten(0, 1)  # [vb, p]
+            for other in cuts[: number + 1]:
+                block = weighted @ self.dense(other).flatten(2).flatten(0, 1).T
+                block = block.view(v, -1, v, other.stop - other.start)
+                result[own, :, other] = block.permute(1, 0, 3, 2)
+                result[other, :, own] = block.permute(3, 2, 1, 0)
         return result
 
 

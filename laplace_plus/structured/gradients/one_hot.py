@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import chunk_bytes, require_room, slices
+from laplace_plus.structured.chunks import limit, slices
 from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients
 from laplace_plus.structured.gradients.outer import OuterGradients
 
-_COMPACT_CACHES = 16
-"""Size of a chunk of an embedding's gradients, in caches."""
+_COMPACT = 16
+"""MiB of a chunk of an embedding's gradients."""
 
 
 @dataclass
@@ -110,8 +110,7 @@ class EmbeddingGradients(ExampleGradients):
         """Slices of the examples with so many vectors besides their left sides."""
         positions = self.index.shape[1]
         each = positions * ((self.n_cotangents + count) * self.shape[1] * self.dtype.itemsize + positions)
-        require_room(each, "the output gradients of one example at an embedding", self.device)
-        return slices(self.n_examples, each, chunk_bytes(self.device, of_caches=_COMPACT_CACHES))
+        return slices(self.n_examples, each, limit(self.device, _COMPACT))
 
 
 @dataclass

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import chunk_bytes, require_room, slices
+from laplace_plus.structured.chunks import limit, slices
 from laplace_plus.structured.gradients.base import ExampleGradients
 
-_SIDE_CACHES = 8
-"""Size of a chunk of both sides, in caches: products with a basis are faster with many rows."""
+_SIDES = 8
+"""MiB of a chunk of both sides: products with a basis are faster with many rows."""
 
-_WRITTEN_CACHES = 2
-"""Size of a part of the written matrices, in caches."""
+_WRITTEN = 2
+"""MiB of a part of the written matrices."""
 
 _EVERY, _FIRST = slice(None), slice(0, 1)
 
@@ -131,12 +131,10 @@ class OuterGradients(ExampleGradients):
         )
 
     def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:
-        """Slices whose sides and so many bytes for each are of bounded size; ConfigurationError if one is not."""
+        """Slices whose sides and so many bytes for each are of bounded size."""
         groups, rows, columns = self.shape
         each = self.n_positions * groups * (self.n_cotangents * rows + columns) * self.dtype.itemsize
-        require_room(each, "the input and output gradients of one example at one layer", self.device)
-        limit = chunk_bytes(self.device, of_caches=_SIDE_CACHES)
-        return slices(self.n_examples, max(each, bytes_each), limit)
+        return slices(self.n_examples, max(each, bytes_each), limit(self.device, _SIDES))
 
     def _written(self, examples: slice, *, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
         """The matrices of some examples, a bounded part at a time: which examples, which rows, and ``[b, G, V, r, i]``.
@@ -148,12 +146,12 @@ class OuterGradients(ExampleGradients):
         late_right = None if self.n_cotangents * rows >= self.n_positions else self.right_basis
         left = self.left(examples, in_basis=late_left is None)
         right = self.right(examples, in_basis=late_right is None).expand(-1, -1, groups, -1).transpose(1, 2)
-        limit, step = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES), rows
+        each, room, step = self.bytes_each(), limit(self.device, _WRITTEN), rows
         if whole:
-            limit = max(1, len(right) * self.bytes_each())
+            room = max(1, len(right) * each)
         elif late_left is None:  # that mixes the rows
-            step = max(1, min(rows, limit * rows // max(1, self.bytes_each())))
-        for cut in list(slices(len(right), self.bytes_each(), limit)) or [slice(0, 0)]:
+            step = max(1, min(rows, room * rows // max(1, each)))
+        for cut in list(slices(len(right), each, room)) or [slice(0, 0)]:
             for start in range(0, rows, step):
                 part = left[:, cut, ..., start : start + step]
                 if left.stride(-1) == 1:  # copy in the order in which the entries lie
@@ -185,7 +183,7 @@ class OuterGradients(ExampleGradients):
         start, stop, _ = examples.indices(self.n_examples)
         each = self.n_cotangents * self.n_positions * len(positions) * self.dtype.itemsize
         results = [self.left(slice(0, 0)).new_zeros(self.n_cotangents, 0, len(positions))]
-        for cut in slices(stop - start, each, chunk_bytes(self.device, of_caches=_SIDE_CACHES)):
+        for cut in slices(stop - start, each, limit(self.device, _SIDES)):
             own = slice(start + cut.start, start + cut.stop)
             results.append((self.left(own).flatten(3)[..., row] * self.right(own).flatten(2)[..., column]).sum(2))
         return torch.cat(results, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,29 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured.blocks import Block, Factor, register_block
 from laplace_plus.structured.dense import DenseBlock
 from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes of memory that a device has."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
-
-
-def require_dense(n_entries: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise :class:`ConfigurationError` where a dense matrix over so many entries does not fit into memory."""
-    needed = 3 * n_entries**2 * torch.finfo(dtype).bits / 8  # the matrix, its eigenvectors and work space
-    available = device_memory(device)
-    if needed > available:
-        what = f"A full covariance of {n_entries:,} parameters does not fit into memory."
-        expected = f"at most about {int((available / needed) ** 0.5 * n_entries):,} selected entries"
-        got = f"{n_entries:,}, for which {needed / 2**30:,.0f} GiB would be needed"
-        fix = "Use lp.KFAC or lp.Diagonal, or select fewer parameters, such as parameters='last_layer'."
-        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
 
 
 @register_block
@@ -49,7 +28,6 @@ class SoftmaxOutputBlock(Block):
     """
 
     storage: ClassVar[str] = "head"
-    forms: ClassVar[Mapping[str, str]] = {"matrix": "KGnn", "features": "Ni", "scales": "No", "coupled": ""}
 
     def __init__(self, rows: SoftmaxOutputRows | DenseBlock, shape: tuple[int, int, int]):
         self.shape, self.n_components = shape, 1
@@ -60,8 +38,8 @@ class SoftmaxOutputBlock(Block):
     @classmethod
     @override
     def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> SoftmaxOutputBlock:
-        if "matrix" in tensors:
-            return cls(DenseBlock(tensors["matrix"], shape), shape)
+        if "features" not in tensors:
+            return cls(DenseBlock.from_tensors(tensors, shape), shape)
         return cls(SoftmaxOutputRows(tensors["features"], tensors["scales"], bool(tensors["coupled"])), shape)
 
     @property
@@ -96,24 +74,14 @@ class SoftmaxOutputBlock(Block):
         self._dense.add_(other._as_dense())
 
     def _settle(self) -> None:
-        """Turn dense where there are more rows than that has columns; ConfigurationError if neither fits."""
-        entries = self.shape[1] * self.shape[2]
-        if self.n_rows > entries:
+        """Turn dense where there are more rows than that has columns."""
+        if self.n_rows > self.shape[1] * self.shape[2]:
             self._dense, self._pieces = self._as_dense(), []
-        available = device_memory(self._pieces[0].features.device) if self._pieces else 0
-        if 3 * 8 * self.n_rows**2 > available:
-            what = f"A full covariance of {entries:,} parameters does not fit into memory."
-            expected = f"at most about {int((available / 24) ** 0.5):,} rows of data"
-            expected += f", or {int((available / 12) ** 0.5):,} parameters"
-            got = f"{self.n_rows:,} rows and {entries:,} parameters"
-            fix = "Use lp.KFAC or lp.Diagonal, or fit to fewer data."
-            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
 
     def _as_dense(self) -> DenseBlock:
         if self._dense is not None:
             return self._dense
         rows = self.rows
-        require_dense(self.shape[1] * self.shape[2], rows.features.dtype, rows.features.device)
         return DenseBlock(rows.dense()[None, None], self.shape)
 
     @override

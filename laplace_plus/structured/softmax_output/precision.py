@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus import _memory
-from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.kernels import symmetric_eigen, symmetric_update, symmetrize_
 from laplace_plus.structured.blocks import Factor, IdentityBasis
+from laplace_plus.structured.chunks import MIB, limit, slices
 from laplace_plus.structured.dense import clamp_rounding
 from laplace_plus.structured.gradients import ExampleGradients, OutputLayerGradients
 from laplace_plus.structured.log_determinants import require_positive
@@ -41,8 +40,11 @@ _BYTES = 8
 """Everything is computed in float64: under tuned priors ``I + S_c`` of trained networks is too ill-conditioned for
 float32. Its condition number is 3400 for a ResNet-18 with 1000 classes."""
 
-CACHE_BYTES = 4 * 2**20
+_CACHES = 4 * MIB
 """Bytes of N × N matrices that are worked on at a time; larger chunks leave a processor's caches."""
+
+_KEPT = 2**30
+"""Bytes of the classes' matrices that are kept for predictions; larger ones are computed whenever they are used."""
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,16 @@ class SoftmaxOutputFactor(Factor):
         return lower, scale
 
     def _slices(self) -> Iterator[slice]:
-        ceiling = min(CACHE_BYTES, _memory.budget(self._features.device) // 8)
         width = max(self.n_rows, self.n_features) if self.diagonal.ndim else self.n_rows
-        return slices(self.n_outputs, _BYTES * self.n_rows * width, ceiling)
+        return slices(self.n_outputs, _BYTES * self.n_rows * width, _CACHES)
 
     def _affords(self, numbers: int) -> bool:
         """Whether so many numbers for each class may be kept."""
-        return self.n_outputs * numbers * _BYTES <= _memory.budget(self._features.device) // 2
+        return self.n_outputs * numbers * _BYTES <= _KEPT
 
     @cached_property
     def _totals(self) -> _Totals:
-        """One pass over the classes, whose ``E_c`` are kept where they fit into the memory budget."""
+        """One pass over the classes, whose ``E_c`` are kept where they fit into :data:`_KEPT`."""
         total = self._features.new_zeros(self.n_rows, self.n_rows)
         log_determinant, trace, squares = total.new_zeros(()), total.new_zeros(()), torch.zeros_like(total)
         kept = None  # for other threads only once it is filled
@@ -220,7 +221,7 @@ class SoftmaxOutputFactor(Factor):
 
     @override
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
-        _ = self._totals  # keeps the inverses where memory allows it
+        _ = self._totals  # keeps the inverses where they fit
         if isinstance(coordinates, OutputLayerGradients) and coordinates.is_shared:
             result = self._of_outputs(coordinates.features, coordinates.outputs, mode, coordinates.centre)
         elif isinstance(coordinates, OutputLayerGradients) and mode != "joint" and coordinates.centre is None:
@@ -289,7 +290,7 @@ class SoftmaxOutputFactor(Factor):
         keys = self._features @ features.T / self.diagonal  # [N, B]: pairs of rows lie together
         prior = features.square().sum(1) / self.diagonal
         twice = torch.where(s == t, 1.0, 2.0).double()[:, None]
-        cuts = slices(len(features), len(s) * _BYTES, chunk_bytes(keys.device, of_caches=64))
+        cuts = slices(len(features), len(s) * _BYTES, limit(keys.device, 64))
         taken = [self._packed @ (keys[s, cut] * keys[t, cut]).mul_(twice) for cut in cuts]
         return (prior - torch.cat(taken, 1)).clamp(min=0).T
 
@@ -348,13 +349,6 @@ class SoftmaxOutputFactor(Factor):
             parts.append((self._coupling[1].mT @ products).square().sum(1) - (products * scaled).sum(1))
         result = self.diagonal.reciprocal() + torch.cat(parts)
         return result.clamp(min=0)[None].to(self.rows.features.dtype)
-
-    @override
-    def covariance(self) -> Tensor:
-        n = self.n_outputs * self.n_features
-        identity = torch.eye(n, dtype=torch.float64, device=self._features.device)
-        values = identity.view(n, 1, 1, self.n_outputs, self.n_features)
-        return self._of_matrices(values, "full").to(self.rows.features.dtype)
 
 
 def _log_determinant(lower: Tensor) -> Tensor:

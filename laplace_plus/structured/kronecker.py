@@ -1,0 +1,296 @@
+"""Kronecker products ``G ⊗ A`` for each layer (Martens and Grosse, 2015), and with corrected eigenvalues (EKFAC)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.structured.blocks import Basis, Block, register_block
+from laplace_plus.structured.eigen import DecomposedBlock
+from laplace_plus.structured.gradients import (
+    DenseGradients,
+    EmbeddingGradients,
+    ExampleGradients,
+    OuterGradients,
+    OutputLayerGradients,
+)
+from laplace_plus.structured.gram_sum import DiagonalSum, EigenPairs, GramSum, combine, weighted_rows
+from laplace_plus.structured.limited_rank import LimitedSum, Reflections, combine_limited
+from laplace_plus.structured.log_determinants import log_determinant
+
+
+@dataclass(frozen=True)
+class KroneckerBasis(Basis):
+    """``R z = L z Nᵀ`` group by group, with orthogonal sides.
+
+    Attributes:
+        left: L ``[G, o, o]``, a tensor or :class:`~laplace_plus.structured.limited_rank.Reflections`, or None for the
+            identity.
+        right: N ``[G or 1, i, i]``, likewise.
+    """
+
+    left: Any
+    right: Any
+
+    @override
+    def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
+        left, right = self.left, self.right
+        if isinstance(gradients, OuterGradients) and right is not None:
+            return gradients.in_basis(left, right)
+        left = None if left is None else left.to(gradients.dtype)
+        right = None if right is None else right.to(gradients.dtype)
+        if isinstance(gradients, OutputLayerGradients) and right is not None:
+            return gradients.in_basis(None if left is None else left[0], right[0])
+        if isinstance(gradients, EmbeddingGradients) and left is not None and right is None:
+            rows = gradients.left.to(gradients.dtype) @ left[0]
+            return EmbeddingGradients(gradients.index, rows, gradients.n_columns)
+        values = gradients.dense(slice(0, gradients.n_examples))
+        values = values if left is None else left.mT @ values
+        return DenseGradients(values if right is None else values @ right)
+
+    @override
+    def expand(self, coordinates: Tensor) -> Tensor:
+        values = coordinates if self.left is None else self.left @ coordinates
+        return values if self.right is None else values @ self.right.mT
+
+    @override
+    def diagonal(self, variances: Tensor) -> Tensor:
+        return _by_squares(self.right, _by_squares(self.left, variances).mT).mT
+
+
+def _by_squares(side: Any, values: Tensor) -> Tensor:
+    """``Σ_j L_ij² v_j`` for ``v [G, d, n]``."""
+    if isinstance(side, Reflections):
+        return side.squares(values)
+    return values if side is None else side.square() @ values
+
+
+@register_block
+class KroneckerBlock(DecomposedBlock):
+    """Kronecker products ``H_k = left_k ⊗ right / count``, group by group.
+
+    With ``corrected`` the eigenvalues are those measured in the Kronecker eigenbasis instead (EKFAC, George et al.,
+    2018), ``H_k = U diag(corrected_k) Uᵀ``. Of a last layer with many outputs the left side may be diagonal: KFAC
+    without the covariances between outputs. For softmax the dense one ``G = Σ_n diag p_n − p_n p_nᵀ`` has rows that sum
+    to zero, so that ``0 ≤ G ≤ 2 diag G`` (Gershgorin): the posterior's precision is at most twice as large as with
+    ``diag G`` in any direction, and the variance of a single output is at least as large.
+
+    Args:
+        left: ``[K, G, o, o]``, sums of ``g gᵀ``; or ``[K, G, o]``, their diagonals; or for each component the
+            :class:`GramSum`.
+        right: ``[G, i, i]``, sums of ``a aᵀ``, or the :class:`GramSum`; or ``[G, i]`` where that sum is diagonal (an
+            embedding's).
+        count: 0-d float64: the number of rows in ``right``'s sum.
+        corrected: ``[K, G, o, i]`` or None.
+        basis_weights: The weights at which the eigenbasis of ``corrected`` was fixed, ``[K]``.
+
+    Attributes:
+        corrected: The corrected eigenvalues, or None.
+    """
+
+    storage: ClassVar[str] = "Kronecker"
+
+    def __init__(
+        self,
+        left: Tensor | Sequence[GramSum],
+        right: Tensor | GramSum,
+        count: Tensor,
+        corrected: Tensor | None = None,
+        basis_weights: Tensor | None = None,
+    ):
+        self.left_sums = [GramSum.of(own) for own in left] if isinstance(left, Tensor) else list(left)
+        self.right_sum = GramSum.of(right) if isinstance(right, Tensor) else right
+        self.count, self.corrected, self.basis_weights = count, corrected, basis_weights
+        first = self.left_sums[0]
+        self.kind = "Kronecker" if corrected is None else "eigenvalue-corrected Kronecker"
+        if isinstance(first, DiagonalSum):
+            self.kind = "Kronecker with a diagonal output factor"
+        elif rank := self.right_sum.rank or first.rank:
+            self.kind = f"Kronecker of rank-{rank} factors"
+        self.n_components, self.dtype = len(self.left_sums), first.dtype
+        self.shape = (first.groups, first.size, self.right_sum.size)
+
+    @property
+    def left(self) -> Tensor:
+        """The sums of ``g gᵀ``, ``[K, G, o, o]``, or their diagonals ``[K, G, o]``."""
+        return torch.stack([own.matrix() for own in self.left_sums])
+
+    @property
+    def right(self) -> Tensor:
+        """The sum of ``a aᵀ``, ``[G, i, i]``, or ``[G, i]`` where it is diagonal."""
+        return self.right_sum.matrix()
+
+    @override
+    def every_sum(self) -> list[GramSum]:
+        return [*self.left_sums, self.right_sum]
+
+    # -- sums ----------------------------------------------------------------------------------------------------------
+
+    @override
+    def add(self, gradients: ExampleGradients, components: Tensor, *, summed: bool = False) -> None:
+        """Add the products ``Σ g gᵀ`` of output gradients, or to corrected eigenvalues the squares in their basis.
+
+        With ``summed`` the positions of an example are summed first. The inputs' side is added to by itself: it is the
+        same for all cotangents.
+        """
+        if self.corrected is not None:
+            self.kronecker_basis().coordinates(gradients).add_component_squares_(self.corrected, components)
+            self._spectrum = None  # the basis stays
+            return
+        self.changed()
+        parts: list[Any] = gradients.by_component(components, self.n_components)
+        for total, part in zip(self.left_sums, parts, strict=True):
+            for examples in part.side_chunks():
+                left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, G, o]
+                left = left.sum(2, keepdim=True, dtype=total.dtype) if summed else left
+                if left.stride(-1) != 1 and left.shape[2] > 1:
+                    # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
+                    total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
+                else:
+                    total.add_rows(left.flatten(0, 2).movedim(1, 0))
+
+    @override
+    def add_(self, other: Block) -> None:
+        assert isinstance(other, KroneckerBlock)
+        if self.corrected is not None:  # the basis stays; what is measured in it is added by gradients
+            return
+        for mine, theirs in zip(self.left_sums, other.left_sums, strict=True):
+            mine.add_(theirs)
+        self.right_sum.add_(other.right_sum)
+        self.count = self.count + other.count
+        self.changed()
+
+    def with_correction(self, weights: Tensor) -> KroneckerBlock:
+        """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
+        empty = torch.zeros(self.n_components, *self.shape, dtype=self.dtype, device=self.left_sums[0].device)
+        return KroneckerBlock(self.left_sums, self.right_sum, self.count, empty, weights.detach().to(empty))
+
+    def kronecker_basis(self) -> Basis:
+        """The eigenbasis of the Kronecker factors, which is fixed where the eigenvalues are corrected."""
+        assert self.basis_weights is not None
+        return self.diagonalised(self.basis_weights).basis
+
+    @property
+    def discarded_trace(self) -> float:
+        """The share of the trace that factors of limited rank leave out, at component weights of one."""
+        sides = self.left_sums, [self.right_sum]
+        if not any(isinstance(own[0], LimitedSum) for own in sides):
+            return 0.0
+        ones = torch.ones(self.n_components, dtype=self.dtype, device=self.left_sums[0].device)
+        kept, whole = ones.new_ones(()), ones.new_ones(())
+        for sums, pair in zip(sides, self.diagonalised(ones).pairs, strict=True):
+            trace = pair.values.double().sum(1)
+            lost = sum(own.leading()[1] for own in sums if isinstance(own, LimitedSum))
+            kept, whole = kept * trace, whole * (trace + lost)
+        return float(1 - kept.sum() / whole.sum()) if bool(whole.any()) else 0.0
+
+    # -- the matrix ----------------------------------------------------------------------------------------------------
+
+    @override
+    def _basis_weights(self, weights: Tensor) -> Tensor | None:
+        return super()._basis_weights(weights) if self.basis_weights is None else self.basis_weights
+
+    @override
+    def _sums_at(self, weights: Tensor) -> list[GramSum]:
+        left: Any = self.left_sums
+        if self.n_components == 1:
+            return [*left, self.right_sum]
+        return [(combine_limited if left[0].rank is not None else combine)(left, weights), self.right_sum]
+
+    @override
+    def diagonalised_by(self, pairs: Sequence[EigenPairs]) -> tuple[Basis, Tensor]:
+        left, right = (pair.values.clamp(min=0) for pair in pairs)
+        values = left[:, :, None] * (right[:, None, :] / self.count.to(self.dtype))
+        return KroneckerBasis(pairs[0].vectors, pairs[1].vectors), values
+
+    @override
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        if self.corrected is None:
+            return super().eigen(weights)
+        return self.kronecker_basis(), torch.tensordot(weights, self.corrected.to(weights.dtype), 1)
+
+    @override
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        if self.corrected is not None and self.n_components > 1 and diagonal.ndim == 0:
+            return log_determinant(self.corrected.flatten(1), weights, diagonal)
+        if self.n_components == 1 or diagonal.ndim or not weights.requires_grad:
+            return super().log_determinant(weights, diagonal)
+        # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
+        if self.left_sums[0].rank is None:
+            left = _eigenvalues(torch.tensordot(weights, self.left.to(weights.dtype), 1))
+        else:
+            limited: list[Any] = self.left_sums
+            rows = weighted_rows([own.leading()[0] for own in limited], weights)
+            left = _eigenvalues(rows @ rows.mT)[:, -self.shape[1] :]
+            left = torch.nn.functional.pad(left, (self.shape[1] - left.shape[1], 0))
+        right = self.right if self.right_sum.rank is None else self.right_sum.eigen().values
+        right = _eigenvalues(right.to(left.dtype)) / self.count.to(left)
+        return torch.log(left[:, :, None] * right[:, None, :] + diagonal).sum()
+
+    @override
+    def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        if self.corrected is not None:
+            return super()._sides(weights)
+        left, right = (pair.values.clamp(min=0).double() for pair in self.diagonalised(weights).pairs)
+        return left, right / self.count.to(right)
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> KroneckerBlock:
+        components = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("left.")})
+        left = [_restored(tensors, f"left.{n}") for n in components]
+        corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
+        block = cls(left, _restored(tensors, "right"), tensors["count"], corrected, weights)
+        if weights is not None:
+            # Corrected eigenvalues replace those of the factors, which were not saved.
+            pairs = []
+            for name, own in (("left_vectors", left[0]), ("right_vectors", block.right_sum)):
+                zeros = torch.zeros(own.groups, own.size, dtype=own.dtype, device=own.device)
+                pairs.append(EigenPairs(zeros, tensors.get(name)))
+            block.adopt_eigen(weights, pairs)
+        return block
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        result = {"count": self.count} | self.right_sum.tensors("right")
+        for number, own in enumerate(self.left_sums):
+            result |= own.tensors(f"left.{number}")
+        if self.corrected is None or self.basis_weights is None:
+            return result
+        # Corrected eigenvalues belong to this very basis; another decomposition could give another order.
+        basis: Any = self.kronecker_basis()
+        sides = {"left_vectors": basis.left, "right_vectors": basis.right}
+        result |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
+        return result | {name: own for name, own in sides.items() if own is not None}
+
+    @override
+    def parts(self) -> list[Tensor]:
+        return [*super().parts(), self.count, *([] if self.corrected is None else [self.corrected])]
+
+    @override
+    def clone(self) -> KroneckerBlock:
+        corrected = None if self.corrected is None else self.corrected.clone()
+        left, right = [own.clone() for own in self.left_sums], self.right_sum.clone()
+        result = KroneckerBlock(left, right, self.count.clone(), corrected, self.basis_weights)
+        if corrected is not None:
+            result._found = self._found  # corrected eigenvalues belong to this very basis
+        return result
+
+
+def _restored(tensors: Mapping[str, Tensor], name: str) -> GramSum:
+    """A sum from its :meth:`GramSum.tensors`."""
+    if f"{name}.rows" in tensors:
+        return LimitedSum.of_rows(tensors[f"{name}.rows"], tensors[f"{name}.limit"])
+    return GramSum.of(tensors[name].clone())  # in memory of its own, as it was added up: roundings depend on it
+
+
+def _eigenvalues(matrices: Tensor) -> Tensor:
+    """Eigenvalues ``[G, d]`` of positive semi-definite matrices, which may be given by their diagonals."""
+    return matrices if matrices.ndim == 2 else torch.linalg.eigvalsh(matrices).clamp(min=0)
