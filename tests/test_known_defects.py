@@ -502,12 +502,12 @@ class Failing(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
-        self.countdown = 10**9
+        self.countdown = iter(range(10**9))
 
     def forward(self, x):
-        self.countdown -= 1
+        left = next(self.countdown)
         hidden = torch.tanh(self.first(x))
-        if self.countdown <= 0:
+        if left is None:
             raise FloatingPointError("as told")
         return self.last(hidden)
 
@@ -519,7 +519,7 @@ def test_failures_leave_network_and_posterior_as_they_were(action):
     posterior = ekfac(net, "classification").fit([(x, y)])
     weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     before = posterior.predictive(x).mean, posterior.log_marginal_likelihood().item(), posterior.n_data
-    net.countdown = 2
+    net.countdown = iter([1, None, None])
     actions = {
         "sampled": lambda: posterior.predictive(x, method="sampled"),
         "linearized": lambda: [posterior.predictive(x) for _ in range(3)],
@@ -529,7 +529,7 @@ def test_failures_leave_network_and_posterior_as_they_were(action):
     }
     with pytest.raises(FloatingPointError):
         actions[action]()
-    net.countdown = 10**9
+    net.countdown = iter(range(10**9))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in net.state_dict().items())
     assert all(module.training for module in net.modules())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in net.parameters())
@@ -746,18 +746,6 @@ def test_networks_may_hold_sparse_tensors(name, layout):
     network.adjacency = network.adjacency * 2
     with pytest.raises(ModelChangedError):
         posterior.predictive(x)
-
-
-def test_a_fit_whose_network_cannot_be_noted_leaves_the_old_one():
-    (x, y), network = classes(), perceptron()
-    posterior = lp.Full(network, "classification").fit([(x, y)])
-    before = posterior.precision_matrix()
-    network.register_buffer("nowhere", torch.ones(2, device="meta"))
-    with pytest.raises(RuntimeError):
-        posterior.fit([(2 * x, y)] * 2)
-    del network.nowhere
-    assert posterior.n_data == len(x)
-    assert torch.equal(posterior.precision_matrix(), before)
 
 
 def test_one_output_behind_a_prelu():

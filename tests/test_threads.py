@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus._memory import budget, memory_budget
 from laplace_plus.network.differentiability import Shared, eager
-from laplace_plus.network.network import turn
 from laplace_plus.testing import assert_untouched, snapshot
 
 N_THREADS = 4
@@ -129,12 +126,9 @@ def test_posteriors_are_fitted_loaded_and_saved_beside_predictions(tmp_path):
     assert_untouched(net, before)
 
 
-def test_models_with_modules_in_common_take_turns():
+def test_models_with_modules_in_common():
     net, x, y = problem()
-    twin = Model(net.body).double().eval()
-    nets = (net, twin)
-    assert turn(net) is turn(twin) is turn(net.body)
-    assert turn(net) is not turn(problem()[0])
+    nets = (net, Model(net.body).double().eval())
     posteriors = [lp.KFAC(each, "classification").fit([(x, y)]) for each in nets]
     before = [snapshot(each) for each in nets]
     expected = [ACTIONS["sampled"](posterior, x) for posterior in posteriors]
@@ -144,6 +138,38 @@ def test_models_with_modules_in_common_take_turns():
             torch.testing.assert_close(result, want, rtol=1e-9, atol=1e-12)
     for each, state in zip(nets, before, strict=True):
         assert_untouched(each, state)
+
+
+class Meeting(nn.Module):
+    """Lets no thread through its forward pass before all of them are in it."""
+
+    def __init__(self, n_threads):
+        super().__init__()
+        self.inner, self.meet = nn.Linear(6, 3), Barrier(n_threads)
+
+    def forward(self, x):
+        if MEETS[0]:
+            self.meet.wait(timeout=20)
+        return self.inner(x)
+
+
+MEETS = [False]
+
+
+def test_eight_threads_predict_side_by_side():
+    """Each call has modules of its own, so that no thread waits for another one."""
+    torch.manual_seed(0)
+    net, x, y = Meeting(8).double(), torch.randn(24, 6, dtype=torch.float64), torch.arange(24) % 3
+    posterior = lp.KFAC(net, "classification").fit([(x, y)])
+    draws = [lambda s=s: posterior.network.several(x, posterior.sample(3, generator=seeded(s))) for s in range(8)]
+    expected = [draw() for draw in draws]
+    try:
+        MEETS[0] = True
+        found = together(draws)
+    finally:
+        MEETS[0] = False
+    for own, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-12)
 
 
 def test_settings_of_the_process_are_put_back_by_the_last_to_leave():
@@ -169,47 +195,6 @@ def test_settings_of_the_process_are_put_back_by_the_last_to_leave():
     assert history == ["made"]
     shared.__exit__(None, None, None)
     assert history == ["made", "put back"]
-
-
-@pytest.mark.parametrize("action", ["predict", "fit"])
-def test_an_interrupt_leaves_no_setting_behind(action):
-    """Python handles signals where a function begins, also one that enters a context or leaves it."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    x, y = torch.randn(6, 3, generator=seeded(0), dtype=torch.float64), torch.arange(6) % 3
-    fitted = lp.NullSpace(net, "classification", rows="loss", n_samples=2, memory_budget=2**28).fit([(x, y)])
-    number, interrupted = 0, True
-    with ThreadPoolExecutor(1) as pool, memory_budget(2**30):
-        known = process_settings()
-        while interrupted:
-            posterior = copy.copy(fitted)
-            seen, interrupted, number = 0, False, number + 1
-
-            def trace(frame, event, _, number=number):
-                nonlocal seen
-                caller = frame.f_back.f_code.co_filename
-                own = "laplace_plus" in caller  # torch's own contexts are torch's affair
-                entering = own and frame.f_code.co_name in ("__enter__", "__exit__")
-                seen += entering or caller.endswith("laplace_plus/differentiability.py")
-                if seen == number:
-                    raise KeyboardInterrupt
-
-            sys.settrace(trace)
-            try:
-                posterior.functional_posterior(x) if action == "predict" else posterior.fit([(x, y)])
-            except KeyboardInterrupt:
-                interrupted = True
-                sys.settrace(None)
-                free = pool.submit(turn(net).acquire, timeout=1).result()  # while the traceback is alive
-                assert free
-                pool.submit(turn(net).release).result()
-            finally:
-                sys.settrace(None)
-            assert process_settings() == known
-    assert number > 20
-
-
-def process_settings():
-    return settings(), torch.is_grad_enabled(), torch.overrides._len_torch_function_stack(), budget()
 
 
 def test_references_to_none_stay():

@@ -259,8 +259,7 @@ class Capture:
             parameters, wanted = network.parameters, frozenset(network.parameter_names)
             recorder = _Recorder(parameters, wanted, differentiable)
             with torch.enable_grad():
-                with recorder:
-                    raw = batches.output_tensor(network.raw_each(inputs, [parameters])[0])
+                raw = batches.output_tensor(network.raw(inputs, parameters, recorder))
                 arranged = network.arrange(raw)
             layer = network.layers[0]
             if settles_last_layer:

@@ -1,101 +1,63 @@
-"""The trained module as a pure function ``f(θ, x)`` of its parameters and inputs.
-
-The user's model stays as it is: it runs in evaluation mode, with detached views of its parameters and copies of its
-buffers in their places. All of them and every mode are restored, also when the network fails.
-"""
+"""The trained module as a pure function ``f(θ, x)`` of its parameters and inputs, run by a shadow of the model."""
 
 from __future__ import annotations
 
 import copy
 import sys
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import _GeneratorContextManager, contextmanager, nullcontext, suppress
-from operator import attrgetter, is_
-from traceback import walk_tb
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from laplace_plus._memory import CACHE_BYTES, budget, memory_budget, slices
+from laplace_plus._memory import budget, memory_budget, slices
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network import batches
-from laplace_plus.network.adapters import MERGED, adapter_state
-from laplace_plus.network.differentiability import Shared, differentiable_kernels, eager, refuse_checkpointing
-from laplace_plus.network.entries import entries_of
+from laplace_plus.network.differentiability import differentiable_kernels, eager
 from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import Selected, Selection, select, uses
+from laplace_plus.network.shadow import Shadow, copied, unwrapped
 
-_own_parameters, _own_buffers = attrgetter("_parameters"), attrgetter("_buffers")  # a module's, without its submodules'
+_SMALL = 100_000
+"""Up to this many parameters, a batch of one example runs with many parameter vectors at once."""
 
-_CONTEXTLIB = [_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__]
-
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_registering = threading.Lock()
-
-
-def turn(model: nn.Module) -> threading.RLock:
-    """The re-entrant lock of a model; models that share modules share it."""
-    lock = _locks.get(model)
-    if lock is None:
-        with _registering:
-            modules = list(model.modules())
-            lock = next((_locks[module] for module in modules if module in _locks), None) or threading.RLock()
-            for module in modules:
-                _locks.setdefault(module, lock)
-    return lock
+_AMBIENT: ContextVar[tuple[bool, torch.dtype] | None] = ContextVar("ambient_autocast", default=None)
+"""The caller's autocast while a public method runs; None outside."""
 
 
 @contextmanager
 def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[None]:
-    """Run a public method without the caller's autocast and inference mode, one thread at a time.
+    """Run a public method without the caller's autocast and inference mode, in which there are no derivatives.
 
-    Only the network's own forward pass runs under the caller's autocast. Derivatives do not exist in inference mode, so
-    it is switched off. Checkpointed activations, which fail deep inside torch, raise a clear error. Nested calls do
-    nothing.
-
-    Args:
-        network: The network; other threads wait for its lock, see :func:`turn`.
-        memory: Budget for intermediate results in bytes; None for the one in force, or else the device's default.
+    Only the network's own forward pass runs under the caller's autocast. Nested calls do nothing.
     """
-    with turn(network.model):
-        if network.ambient_autocast is not None:  # inside another public method of the same thread
+    if _AMBIENT.get() is not None:
+        yield
+        return
+    kind = network.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    low = dtype if enabled else network.tensor(network.parameter_names[0]).dtype
+    token, products = _AMBIENT.set((enabled, dtype)), PRODUCTS.get()
+    PRODUCTS.set(torch.finfo(low).eps if low.itemsize == 2 else 0.0)  # noqa: PLR2004
+    no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
+    plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    try:
+        with plain, no_autocast, memory_budget(memory, network.device):
             yield
-            return
-        differentiates, modes = torch.is_grad_enabled(), torch.overrides._len_torch_function_stack()
-        try:
-            network.kept["inside"] = threading.get_ident()
-            device, kind = network.device, network.device.type
-            enabled = torch.is_autocast_enabled(kind)
-            network.ambient_autocast = enabled, torch.get_autocast_dtype(kind)
-            low = network.ambient_autocast[1] if enabled else network.held.places[network.parameter_names[0]][2].dtype
-            PRODUCTS.set(torch.finfo(low).eps if low.itemsize == 2 else 0.0)  # noqa: PLR2004
-            no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
-            plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            with plain, no_autocast, memory_budget(memory, device):
-                yield
-        except BaseException as error:
-            for frame, _ in walk_tb(error.__traceback__):
-                if frame.f_code in _CONTEXTLIB:  # perhaps an interrupt came before it left a context
-                    frame.f_locals["self"].gen.close()
-            for shared in Shared.all:  # left behind by an interrupt on the way in or out
-                shared.leave(0)
-            while torch.overrides._len_torch_function_stack() > modes:
-                torch.overrides._pop_mode()
-            if isinstance(error, RuntimeError):
-                refuse_checkpointing(error)
-            raise
-        finally:
-            network.ambient_autocast = None
-            network.kept.clear()
-            PRODUCTS.set(0.0)
-            torch.set_grad_enabled(differentiates)
+    finally:
+        PRODUCTS.set(products)
+        _AMBIENT.reset(token)
+
+
+def turn(model: nn.Module) -> Any:
+    """Nothing to wait for: every call has modules of its own."""
+    return nullcontext()
 
 
 class Held(NamedTuple):
@@ -107,14 +69,28 @@ class Held(NamedTuple):
     places: dict[str, tuple[dict[str, Any], str, Tensor]]
 
 
+def held_by(model: nn.Module) -> Held:
+    """What a model holds, from one walk over its modules."""
+    held, seen = Held([], {}, {}, {}), set()
+    for prefix, module in model.named_modules():
+        held.modules.append(module)
+        for named, own in (held.parameters, module._parameters), (held.buffers, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    held.places[name] = own, key, tensor
+                    if id(tensor) not in seen:
+                        named[name] = tensor
+                        seen.add(id(tensor))
+    return held
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations.
 
     For a model whose parameters are sharded over ranks, a copy with whole parameters.
     """
-    wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
-    inner = getattr(model, wrapper, None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else plain_module(model)
+    return plain_module(unwrapped(model))
 
 
 class Network:
@@ -132,7 +108,6 @@ class Network:
         n_parameters: P, the number of selected entries.
         offsets: Start of each selected parameter in the parameter vector.
         layers: Names of the modules that own selected parameters, in order; one precision each in a layer-wise prior.
-        sharded: The source of a model whose parameters are sharded over ranks; None for any other.
 
     Raises:
         ConfigurationError: ``model`` is not an ``nn.Module``.
@@ -145,43 +120,36 @@ class Network:
         if not isinstance(model, nn.Module):
             expected, got = "a trained torch.nn.Module", type(model).__name__
             raise ConfigurationError("The model is not a module.", expected=expected, got=got)
-        # A compiled module hides its operations; the module inside is the same function of the same parameters.
         self.model: nn.Module = unwrap(model)
         self.sharded = sharded_source(model)
-        self.selection = parameters
-        self.arrange = arrange
+        self.selection, self.arrange = parameters, arrange
         # What is called in place of the model, for another output of the same weights.
         self.function: Callable[..., Any] | None = None
-        # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
-        self.kept: dict[str, Any] = {}
-        # Where the tensors were when their entries were last looked up, and views of these.
-        self._entries: tuple[list[Any], list[list[Tensor]]] = [], []
-        with turn(self.model):
-            refuse_unsuitable(self.model)
-            self.select_last_layer(None)
-        # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
+        self._is_followed = self._is_copied = False  # whether a pass has shown that the shadow follows all references
+        refuse_unsuitable(self.model)
+        self.held = held_by(self.model)
+        self.select_last_layer(None)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what has been learnt about how the network runs."""
+        self.example_axes: dict[str, Any] = {}
+        self.layouts: dict[Any, Any] = {}
         self.reached: dict[str, bool] = {}
-        # Memory of one example's forward pass and of one cotangent's gradients (None before the first batch), and of
-        # the forward pass alone.
         self.bytes_per_example: int | None = None
         self.bytes_forward = 0
-        # Whether a batch's examples may run apart from each other; None while unknown.
         self.can_cut: bool | None = None
-        # The caller's autocast while a public method runs; None outside.
-        self.ambient_autocast: tuple[bool, torch.dtype] | None = None
 
     def selecting(self, parameters: Selection) -> Network:
         """The same network with other parameters selected."""
-        other = Network(self.model, parameters, self.arrange)
-        other.ambient_autocast = self.ambient_autocast
-        return other
+        return Network(self.model, parameters, self.arrange)
 
     def of(self, function: Callable[..., Any], arrange: Callable[[Any], Tensor]) -> Network:
         """The same weights with another function of the inputs, in which a caller uses the model."""
         result = copy.copy(self)
         result.function, result.arrange, result.selection = function, arrange, self.parameter_names
-        result.kept, result.reached, result.example_axes, result.layouts = {}, {}, {}, {}
-        result.bytes_per_example = result.can_cut = None
+        result._is_followed = result._is_copied = False
+        result._forget()
         return result
 
     def select_last_layer(self, layer: str | None) -> None:
@@ -198,11 +166,7 @@ class Network:
             self.offsets[item.name] = self.n_parameters
             self.n_parameters += item.size
         self._layer_index: Tensor | None = None
-        self.kept.clear()
-        # What curvature.gradients learns about the network: the example axis of each call, and each block's positions
-        # in the parameter vector.
-        self.example_axes: dict[str, Any] = {}
-        self.layouts: dict[Any, Any] = {}
+        self.layouts = {}
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 
@@ -213,52 +177,36 @@ class Network:
             self._layer_index = torch.cat([torch.full((item.size,), number[item.layer]) for item in self.selected])
         return self._layer_index
 
-    @property
-    def held(self) -> Held:
-        """What the model holds, from one walk over its modules in each public method."""
-        if "held" in self.kept:
-            return self.kept["held"]
-        held, seen = Held([], {}, {}, {}), set()
-        for prefix, module in self.model.named_modules():
-            held.modules.append(module)
-            for named, own in (held.parameters, _own_parameters(module)), (held.buffers, _own_buffers(module)):
-                for key, tensor in own.items():
-                    if tensor is not None:
-                        name = f"{prefix}.{key}" if prefix else key
-                        held.places[name] = own, key, tensor
-                        if id(tensor) not in seen:
-                            named[name] = tensor
-                            seen.add(id(tensor))
-        if self.kept:
-            self.kept["held"] = held
-        return held
+    def tensor(self, name: str) -> Tensor:
+        """The model's own parameter or buffer of that name."""
+        own, key, _ = self.held.places[name]
+        return own[key]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Detached views of all parameters, selected or not; of tied ones that are not selected, one for each use."""
         result = {}
-        for name, parameter in self.held.parameters.items():
+        for name in (*self.held.parameters, *self._apart):
+            parameter = self.tensor(name)
             # Frozen ones of a class of their own stay as they are: quantised weights keep their scales as attributes.
             is_plain = parameter.requires_grad or type(parameter) is nn.Parameter
             result[name] = parameter.detach() if is_plain else parameter
-        for name in self._apart:
-            result[name] = self.held.places[name][2].detach()
         return result
 
     def vector(self) -> Tensor:
         """The network's current selected entries, ``[P]``, at least float32."""
-        parameters, dtype, slices = self.parameters, self.dtype, []
+        dtype, parts = self.dtype, []
         for item in self.selected:
-            flat = parameters[item.name].flatten()
+            flat = self.tensor(item.name).detach().flatten()
             flat = flat if item.mask is None else flat[item.mask.to(flat.device)]
-            slices.append(flat.to(dtype))
-        return torch.cat(slices)
+            parts.append(flat.to(dtype))
+        return torch.cat(parts)
 
     def substitute(self, vectors: Tensor) -> dict[str, Tensor]:
         """Parameter tensors with the selected entries taken from ``vectors [..., P]``; differentiable."""
-        parameters, result, lead = self.parameters, {}, vectors.shape[:-1]
+        result, lead = {}, vectors.shape[:-1]
         for item, entries in zip(self.selected, vectors.split([item.size for item in self.selected], -1), strict=True):
-            original = parameters[item.name]
+            original = self.tensor(item.name).detach()
             entries = entries.to(original.dtype)
             if item.mask is not None:
                 index = item.mask.to(original.device).nonzero().squeeze(-1)
@@ -269,15 +217,15 @@ class Network:
     @property
     def dtype(self) -> torch.dtype:
         """The type that factorisations use: that of the selected parameters, at least float32."""
-        dtype, places = torch.float32, self.held.places
+        dtype = torch.float32
         for item in self.selected:
-            dtype = torch.promote_types(dtype, places[item.name][2].dtype)
+            dtype = torch.promote_types(dtype, self.tensor(item.name).dtype)
         return dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the first selected parameter; batches are moved there."""
-        return self.held.places[self.parameter_names[0]][2].device
+        return self.tensor(self.parameter_names[0]).device
 
     def receive(self, inputs: Any) -> Any:
         """Inputs moved to the network's device."""
@@ -285,89 +233,82 @@ class Network:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
-        """What the model returns, with some parameters substituted; InputError: the network fails on these inputs."""
-        return self.raw_each(inputs, [parameters or {}])[0]
+    def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None, mode: Any = None) -> Any:
+        """What the model returns, with some parameters substituted, watched by a function mode.
 
-    def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
-        """As :meth:`raw`, with one set of parameters after the other."""
-        held, found = self.held, []
-        before: list[Any] = []
-        enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
-        with turn(self.model):
-            try:
-                try:
-                    # Nothing is compiled before torch._dynamo is imported, which takes a second.
-                    with (
-                        eager if "torch._dynamo" in sys.modules else nullcontext(),
-                        torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
-                    ):
-                        _evaluate(held.modules, before)
-                        arguments, keywords = batches.bind(self.function or self.model, inputs)
-                        for number, known in enumerate(parameters):
-                            if number:
-                                _restore(before)
-                            values: dict[int, Tensor] = {}  # by identity: tied tensors have one, if none for their use
-                            for name, buffer in held.buffers.items():  # copies: some modules write to them even so
-                                values[id(buffer)] = known[name] if name in known else buffer.clone()
-                            for name, parameter in held.parameters.items():
-                                own = known.get(name)
-                                if own is None:  # an attribute takes long under modes
-                                    plain = parameter.requires_grad or type(parameter) is nn.Parameter
-                                    own = parameter.detach() if plain else parameter
-                                values[id(parameter)] = own
-                            for name, (place, key, tensor) in held.places.items():
-                                place[key] = known[name] if name in known else values[id(tensor)]
-                            found.append((self.function or self.model)(*arguments, **keywords))
-                except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
-                    raise
-                except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                    what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
-                    fix = "Look at the error above this one, and call the model on such a batch yourself."
-                    raise InputError(what, expected=expected, got=batches.describe(inputs), fix=fix) from error
-                finally:
-                    _restore(before, held.places)
-            except BaseException:  # Ctrl-C in the middle of restoring
-                _restore(before, held.places)
-                raise
+        InputError: The network fails on these inputs.
+        """
+        if self._is_followed:
+            return self._run(inputs, parameters or {}, mode)
+        watch = _OwnTensors(self.held)
+        found = self._run(inputs, parameters or {}, mode, watch)
+        if watch.seen and not self._is_copied and self.function is None:  # references that a shadow does not follow
+            self._is_copied = True
+            return self.raw(inputs, parameters, mode)
+        if watch.seen:
+            what = "The network reaches weights through references that cannot be followed."
+            expected = "references in modules, containers, bound methods or closures"
+            fix = "Register the module that holds them as an attribute of the one that calls it."
+            raise UnsupportedError(what, expected=expected, got=", ".join(sorted(watch.seen)[:4]), fix=fix)
+        self._is_followed = True
         return found
+
+    def _run(self, inputs: Any, parameters: Mapping[str, Tensor], *modes: Any) -> Any:
+        tensors, apart = dict[int, Tensor](), dict[tuple[int, str], Tensor]()
+        for name, value in parameters.items():
+            own, key, _ = self.held.places[name]
+            if name in self._apart:
+                apart[id(own), key] = value
+            else:
+                tensors[id(own[key])] = value
+        enabled, dtype = _AMBIENT.get() or (False, torch.bfloat16)
+        try:
+            # Nothing is compiled before torch._dynamo is imported, which takes a second.
+            with (
+                eager if "torch._dynamo" in sys.modules else nullcontext(),
+                torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
+            ):
+                if self._is_copied:
+                    target: Any = copied(self.model, tensors, apart)
+                else:
+                    known = frozenset(map(id, self.held.modules))
+                    target = Shadow(tensors, apart, known)(self.function or self.model)
+                arguments, keywords = batches.bind(target, inputs)
+                with ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(nullcontext() if mode is None else mode)
+                    return target(*arguments, **keywords)
+        except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
+            fix = "Look at the error above this one, and call the model on such a batch yourself."
+            raise InputError(what, expected=expected, got=batches.describe(inputs), fix=fix) from error
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
         """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""
         stacked = self.substitute(vectors)
-        fits = 0 < len(vectors) * self.bytes_forward <= 8 * CACHE_BYTES and not self.sharded
-        if fits and batches.batch_size(inputs) == 1:  # of more examples, convolutions would be slower
-            with suppress(InputError), torch.no_grad(), warnings.catch_warnings():  # where it can be batched
-                warnings.filterwarnings("ignore", message="There is a performance drop")
-                return [*torch.vmap(lambda own: self(inputs, own))(stacked)]
-        sets = [dict(zip(stacked, one, strict=True)) for one in zip(*map(Tensor.unbind, stacked.values()), strict=True)]
-        # Other kernels, with other rounding, where no mode is active and no derivatives are asked for.
-        fused = any(isinstance(m, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) for m in self.held.modules)
-        with torch.no_grad(), BaseTorchFunctionMode() if fused else nullcontext():
-            found = [self.raw_each(piece, sets) for piece in self.cut(inputs, self.bytes_forward)]
-        parts = [[self.arrange(batches.output_tensor(raw)) for raw in own] for own in found]
-        return parts[0] if len(parts) == 1 else [torch.cat(own) for own in zip(*parts, strict=True)]
+        # Of more examples, convolutions would be slower.
+        if len(vectors) > 1 and self.n_parameters <= _SMALL and batches.batch_size(inputs) == 1:
+            try:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    return [*torch.vmap(lambda own: self(inputs, own))(stacked)]
+            except InputError:  # some operation that cannot be batched
+                pass
+        with torch.no_grad():
+            sets = zip(*map(Tensor.unbind, stacked.values()), strict=True)
+            return [self(inputs, dict(zip(stacked, one, strict=True))) for one in sets]
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
         # Transformer modules leave their fused inference kernels, which have no derivatives, while any mode is active.
-        with BaseTorchFunctionMode():
-            return self.arrange(batches.output_tensor(self.raw(inputs, parameters)))
+        return self.arrange(batches.output_tensor(self.raw(inputs, parameters, BaseTorchFunctionMode())))
 
     def forward(self, inputs: Any) -> Tensor:
         """Outputs ``[B, *, C]`` without derivatives."""
         with torch.no_grad():
-            pieces = self.cut(inputs, self.bytes_forward) if self.can_cut else [inputs]
-            parts = [self.arrange(batches.output_tensor(self.raw(piece))) for piece in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def cut(self, inputs: Any, bytes_each: int, allowed: int | None = None) -> list[Any]:
-        """Inputs in parts of ``allowed`` bytes (half the memory budget), if examples are known to run apart."""
-        size = batches.batch_size(inputs) if bytes_each and self.can_cut else 0
-        allowed = budget(self.device) // 2 if allowed is None else allowed
-        if bytes_each * size <= allowed or size == 1 or not batches.can_be_cut(inputs, size):
-            return [inputs]
-        return [batches.cut(inputs, part) for part in slices(size, bytes_each, allowed)]
+            return self.arrange(batches.output_tensor(self.raw(inputs)))
 
     def tangent(self, inputs: Any, tangent: Tensor) -> Tensor:
         """``J(x) v`` for a tangent ``v [P]`` in parameter space, ``[B, *, C]``."""
@@ -409,36 +350,66 @@ class Network:
                 raise NonFiniteError(what, expected="a trained network with finite weights", got=got, fix=fix)
 
     def mark(self) -> list[Any]:
-        """What differs after a change of modules, options, adapters or tensors: identities, addresses, writes, entries.
-
-        Options are what a class declares as ``__constants__``, as torch's do; others may be counters. Of large
-        tensors, unless they are sparse or of other classes, some entries stand for all.
-        """
-        if "mark" in self.kept:
-            return self.kept["mark"]
-        held, stays = self.held, True
-        found: list[Any] = [[*map(id, held.modules)]]
-        for module in held.modules:
-            found.append([*map(vars(module).get, getattr(type(module), "__constants__", ()))])
-            if MERGED in vars(module):
-                found.append(adapter_state(module))
-        for named in (held.parameters, held.buffers):
+        """What differs after a change of modules or tensors: identities, addresses, numbers of writes."""
+        self.held = held_by(self.model)
+        found: list[Any] = [[*map(id, self.held.modules)]]
+        for named in (self.held.parameters, self.held.buffers):
             for name, tensor in named.items():
                 try:
                     found.append((name, id(tensor), tensor.data_ptr(), tensor._version))
-                    stays = stays and type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
                 except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                     found.append((name, id(tensor)))
-                    stays = False
-        place, entries = self._entries
-        if place != found or not stays:
-            entries = entries_of((*held.parameters.values(), *held.buffers.values()))
-            self._entries = found.copy(), entries
-        for own in entries:
-            found.append(torch.cat(own).view(torch.uint8).cpu().numpy().tobytes())
-        if self.kept:
-            self.kept["mark"] = found
         return found
+
+    # -- until their callers are gone ----------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    @property
+    def ambient_autocast(self) -> tuple[bool, torch.dtype] | None:
+        """The caller's autocast while a public method runs; None outside."""
+        return _AMBIENT.get()
+
+    @ambient_autocast.setter
+    def ambient_autocast(self, value: tuple[bool, torch.dtype] | None) -> None:
+        _AMBIENT.set(value)
+
+    def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+        """As :meth:`raw`, with one set of parameters after the other."""
+        return [self.raw(inputs, known) for known in parameters]
+
+    def cut(self, inputs: Any, bytes_each: int, allowed: int | None = None) -> list[Any]:
+        """Inputs in parts of ``allowed`` bytes (half the memory budget), if examples are known to run apart."""
+        size = batches.batch_size(inputs) if bytes_each and self.can_cut else 0
+        allowed = budget(self.device) // 2 if allowed is None else allowed
+        if bytes_each * size <= allowed or size == 1 or not batches.can_be_cut(inputs, size):
+            return [inputs]
+        return [batches.cut(inputs, part) for part in slices(size, bytes_each, allowed)]
+
+
+class _OwnTensors(TorchFunctionMode):
+    """Notes which of a model's own parameters are used, which never should be: detached ones take their places."""
+
+    def __init__(self, held: Held):
+        super().__init__()
+        self._names = {id(p): n for n, p in held.parameters.items() if p.requires_grad or type(p) is nn.Parameter}
+        self.seen: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waiting = [args, kwargs]
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, Tensor):
+                if id(item) in self._names and func is not Tensor.detach:
+                    self.seen.add(self._names[id(item)])
+            elif isinstance(item, (tuple, list)):
+                waiting.extend(item)
+            elif isinstance(item, dict):
+                waiting.extend(item.values())
+        return func(*args, **(kwargs or {}))
 
 
 def refuse_unsuitable(model: nn.Module) -> None:
@@ -459,48 +430,3 @@ def refuse_unsuitable(model: nn.Module) -> None:
             expected, got = "batch normalisation with running statistics", "track_running_stats=False"
             fix = "Train with track_running_stats=True, or replace it by group or layer normalisation."
             raise UnsupportedError(what, expected=expected, got=got, fix=fix)
-
-
-def _evaluate(modules: Sequence[nn.Module], before: list[Any]) -> None:
-    """Put modules into evaluation mode, each after what :func:`_restore` takes has been noted in ``before``.
-
-    ``training`` is set directly, because a custom ``train()`` may do more, e.g. merge adapter weights. A forward pass
-    may store tensors that exist in this call only: recurrent layers keep a list of their weights, weight normalisation
-    sets the weight, and some networks remember activations. Attributes that hold tensors are therefore restored; other
-    attributes, such as counters, stay as the network left them.
-    """
-    for module in modules:
-        own, training = vars(module), module.training
-        attributes, lists = own.copy(), {}
-        if list in map(type, own.values()):
-            lists = {name: [*value] for name, value in own.items() if type(value) is list and _holds_tensors(value)}
-        before.append((module, training, own, attributes, lists))
-        if training:  # past the module's own __setattr__, which is slow, but for scripted ones and properties
-            (object.__setattr__ if "training" in own else setattr)(module, "training", False)
-
-
-def _restore(before: Any, places: Mapping[str, Any] | None = None) -> None:
-    """Restore the attributes that hold tensors; with ``places``, modes and the tensors there, too."""
-    if places is not None:
-        for own, key, tensor in places.values():
-            own[key] = tensor
-        for module, training, own, *_ in before:
-            if module.training != training:
-                (object.__setattr__ if "training" in own else setattr)(module, "training", training)
-    for _, _, now, attributes, lists in before:
-        if now.keys() != attributes.keys() or not all(map(is_, now.values(), attributes.values())):
-            for name in [*now]:
-                if name not in attributes and _holds_tensors(now[name]):
-                    del now[name]
-            for name, value in attributes.items():
-                if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
-                    now[name] = value
-        for name, content in lists.items():
-            now[name][:] = content
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Whether an attribute is a tensor, or a list or tuple of tensors or (in recurrent layers) weak references."""
-    if type(value) not in (list, tuple):
-        return isinstance(value, Tensor)
-    return any(isinstance(entry, (Tensor, weakref.ReferenceType)) for entry in value)

@@ -198,7 +198,7 @@ def test_another_network_is_refused():
     model, data = problem(lp.Categorical(), 3)
     model = nn.Sequential(model, nn.BatchNorm1d(3).double())
     posterior = lp.Diagonal(model, "classification").fit(data)
-    for change in (lambda: model[0][0].weight.data.add_(0.1), lambda: model[1].running_mean.add_(0.1)):
+    for change in (lambda: model[0][0].weight.detach().add_(0.1), lambda: model[1].running_mean.add_(0.1)):
         operator = GGNOperator(posterior.network, "classification", data)
         operator(normal(operator.shape[0]))
         change()

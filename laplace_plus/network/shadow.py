@@ -1,0 +1,227 @@
+"""Module objects of its own over chosen tensors, made for one call: the user's model is never touched.
+
+A shadow is a tree of new module objects of the same classes in evaluation mode. They have copies of the containers and
+buffers of the user's modules, and share everything else. What a forward pass stores on ``self`` is gone with it, so
+that no call sees another one, whichever thread makes it, and nothing has to be restored or locked.
+
+Plain attributes may refer to modules and parameters, too: lists of them, bound methods (such as the ``forward`` that
+accelerate puts into a module), partial functions, closures. All are mapped to the shadow. A reference that hides in an
+object of another kind is only found by :func:`copied`, which copies the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SHARED = frozenset({type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size})
+"""Types of attributes that hold no reference to a module or tensor and cannot be written to."""
+
+_CALLABLES = frozenset({FunctionType, MethodType, partial})
+
+_CONTAINERS = frozenset({list, set, dict, OrderedDict, defaultdict, deque, tuple})
+
+_TREE = frozenset({"_modules", "_parameters", "_buffers"})
+
+_STANDARD = frozenset(vars(nn.Module()))
+"""Attributes of every module; but for the tree, those that are containers are empty unless hooks were registered."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
+    wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
+    return unwrapped(model._modules[wrapper]) if wrapper in model._modules else model  # type: ignore[arg-type]
+
+
+class Shadow:
+    """Makes shadows of modules, and of functions that refer to them, over the same tensors.
+
+    Args:
+        tensors: By the id of a tensor of the user's modules, what stands in its place. Other parameters are detached,
+            and buffers cloned, since some modules write to them even in evaluation mode.
+        apart: By the id of a module's ``_parameters`` and a name, the tensor of one use of a tied parameter.
+        known: Ids of the modules of the user's model.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], known: frozenset[int]):
+        self.tensors, self.apart, self.known = dict(tensors), apart, known
+        self.made: dict[int, Any] = {}  # by the id of the user's object
+
+    def __call__(self, target: Any) -> Any:
+        """The shadow of a module, or of a function or callable object that uses modules."""
+        if isinstance(target, nn.Module) or type(target) in _CALLABLES:
+            return self.mapped(target)
+        shadow = copy.copy(target)
+        if hasattr(target, "__dict__"):
+            vars(shadow).update({name: self.mapped(value) for name, value in vars(target).items()})
+        return shadow
+
+    def module(self, module: nn.Module) -> nn.Module:
+        """The shadow of a module, without wrappers."""
+        module = unwrapped(module)
+        if id(module) in self.made:
+            return self.made[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            return self._scripted(module)
+        shadow = self.made[id(module)] = object.__new__(type(module))
+        theirs = vars(module)
+        own = theirs.copy()
+        object.__setattr__(shadow, "__dict__", own)
+        for key, value in theirs.items():
+            if (value and key not in _TREE) if key in _STANDARD else type(value) not in _SHARED:
+                own[key] = self.mapped(value)
+        own["training"], own["_compiled_call_impl"] = False, None
+        own["_parameters"] = parameters = theirs["_parameters"].copy()
+        for key, parameter in parameters.items():
+            if parameter is not None:
+                use = self.apart.get((id(theirs["_parameters"]), key)) if self.apart else None
+                parameters[key] = self.parameter(parameter) if use is None else use
+        writes = not type(module).__module__.startswith("torch.nn.modules.")
+        own["_buffers"] = {
+            key: None if buffer is None else self.buffer(buffer, writes) for key, buffer in theirs["_buffers"].items()
+        }
+        own["_modules"] = {
+            key: None if child is None else self.module(child) for key, child in theirs["_modules"].items()
+        }
+        return shadow
+
+    def parameter(self, parameter: Tensor) -> Tensor:
+        """What stands for a parameter; frozen ones of a class of their own (quantised ones) stay as they are."""
+        found = self.tensors.get(id(parameter))
+        if found is None:
+            is_plain = parameter.requires_grad or type(parameter) is nn.Parameter
+            found = self.tensors[id(parameter)] = parameter.detach() if is_plain else parameter
+        return found
+
+    def buffer(self, buffer: Tensor, writes: bool) -> Tensor:
+        """What stands for a buffer."""
+        found = self.tensors.get(id(buffer))
+        if found is None:
+            found = self.tensors[id(buffer)] = buffer.clone() if writes else buffer
+        return found
+
+    def mapped(self, value: Any) -> Any:
+        """A value of an attribute with every reference to the user's modules and parameters mapped."""
+        kind = type(value)
+        if kind in _SHARED:
+            return value
+        if isinstance(value, Tensor):
+            return self.parameter(value) if isinstance(value, nn.Parameter) else self.tensors.get(id(value), value)
+        if isinstance(value, nn.Module):
+            return self.module(value) if self._is_connected(value) else value
+        if kind in _CONTAINERS or (kind is not tuple and isinstance(value, tuple) and hasattr(value, "_make")):
+            return self._container(value)
+        if kind is MethodType:
+            return MethodType(self.mapped(value.__func__), self.mapped(value.__self__))
+        if kind is partial:
+            arguments, options = self._container(value.args), self._container(value.keywords)
+            return partial(self.mapped(value.func), *arguments, **options)
+        if kind is FunctionType:
+            return self._function(value)
+        return value
+
+    def _is_connected(self, module: nn.Module) -> bool:
+        """Whether a module is one of the model's, or has any of its modules or tensors within."""
+        if id(module) in self.known:
+            return True
+        if any(id(tensor) in self.tensors for tensor in module.parameters()):
+            return True
+        return not self.known.isdisjoint(map(id, module.modules()))
+
+    def _container(self, value: Any) -> Any:
+        if id(value) in self.made:
+            return self.made[id(value)]
+        if isinstance(value, tuple):
+            entries = [self.mapped(entry) for entry in value]
+            changed = any(new is not old for new, old in zip(entries, value, strict=True))
+            return (tuple(entries) if type(value) is tuple else type(value)._make(entries)) if changed else value
+        result = self.made[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            result.update({key: self.mapped(entry) for key, entry in value.items()})
+        elif value:
+            entries = [self.mapped(entry) for entry in value]
+            result.clear()
+            (result.update if isinstance(value, set) else result.extend)(entries)
+        return result
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """A function whose closure, defaults or globals lead to the shadow; itself where none of them does."""
+        if id(function) in self.made or (function.__module__ or "torch.").startswith("torch."):
+            return self.made.get(id(function), function)
+        self.made[id(function)] = function  # of a function that refers to itself
+        used = _names(function.__code__) & function.__globals__.keys()
+        before = {
+            name: function.__globals__[name] for name in used if type(function.__globals__[name]) not in _CONTAINERS
+        }
+        variables = {name: own for name, value in before.items() if (own := self._variable(value)) is not value}
+        cells = []
+        for cell in function.__closure__ or ():
+            content = cell.cell_contents if _is_filled(cell) else None
+            own = self._variable(content)
+            cells.append(cell if own is content else CellType(own))
+        defaults = self._variable(function.__defaults__)
+        if not variables and defaults is function.__defaults__ and tuple(cells) == (function.__closure__ or ()):
+            return function
+        variables = {**function.__globals__, **variables} if variables else function.__globals__
+        result = FunctionType(function.__code__, variables, function.__name__, defaults, tuple(cells))
+        result.__kwdefaults__ = function.__kwdefaults__
+        self.made[id(function)] = result
+        return result
+
+    def _variable(self, value: Any) -> Any:
+        """A function's variable, mapped; the caller's own containers only where they lead to the shadow."""
+        if not (isinstance(value, nn.Module) or type(value) in _CONTAINERS or type(value) in _CALLABLES):
+            return value
+        own = self.mapped(value)
+        entries = zip(_entries(own), _entries(value), strict=True) if type(value) in _CONTAINERS else [(own, value)]
+        return own if any(new is not old for new, old in entries) else value
+
+    def _scripted(self, module: nn.Module) -> nn.Module:
+        """A copy of a TorchScript module, whose tensors are not in Python's hands, with others set."""
+        result = copy.deepcopy(module)
+        for theirs, own in zip(module.modules(), result.modules(), strict=True):
+            self.made[id(theirs)] = own
+            own.training = False
+            for key, parameter in theirs._parameters.items():
+                own._parameters[key] = self.apart.get((id(theirs._parameters), key), self.parameter(parameter))
+        return result
+
+
+def copied(model: nn.Module, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor]) -> nn.Module:
+    """A copy of the whole model with other tensors, for models whose references a :class:`Shadow` cannot follow."""
+    made, memo = Shadow(tensors, apart, frozenset()), dict[int, Any]()
+    for parameter in model.parameters():
+        memo[id(parameter)] = made.parameter(parameter)
+    for buffer in model.buffers():
+        memo[id(buffer)] = made.buffer(buffer, True)
+    result = copy.deepcopy(model, memo)
+    for theirs, own in zip(model.modules(), result.modules(), strict=True):
+        vars(own)["training"] = False
+        mine = id(theirs._parameters)
+        own._parameters.update({key: apart[mine, key] for key in theirs._parameters if (mine, key) in apart})
+    return result
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function, or one that is defined within, may look up in its module."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _entries(container: Any) -> list[Any]:
+    return [*(container.values() if isinstance(container, dict) else container)]
