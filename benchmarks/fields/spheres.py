@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def run(seed, folder):
             renderer.field, lp.Gaussian(noise), resolution=resolution, structure=structure, **options
         )
         _, fit = timed(lambda field=field: field.fit(data))
-        view = lp.through(field, lambda rays, field=field: renderer.depth(rays, field.field.displace))
+        view = lp.through(field, partial(renderer.depth, displace=field.field.displace))
         for prior in ("one cell", "the box"):
             if prior == "the box":
                 field.prior_precision = 0.25

@@ -164,34 +164,6 @@ def test_cameras_add_up_and_rays_never_hurt():
     assert again.n_data == 20
 
 
-def test_chunks_are_as_the_whole():
-    posterior, render, rays = fitted(n=40)
-    small = lp.SpatialField(posterior.model, lp.Gaussian(0.5), box=BOX3, resolution=3, render=render)
-    seen, own = [], render
-    small.field.render = lambda rays, displace: (seen.append(len(rays)), own(rays, displace))[1]
-    small.memory_budget = "100 KiB"
-    small.fit([(rays, torch.zeros(40, 2, **DOUBLE))])
-    assert len(seen) > 2 and max(seen) < 40
-    torch.testing.assert_close(small.vertex_curvature, posterior.vertex_curvature)
-    ours, theirs = small.functional_posterior(rays), posterior.functional_posterior(rays)
-    torch.testing.assert_close(ours.covariance, theirs.covariance)
-    for options in ({"joint": True}, {"outputs": [1]}, {"outputs": torch.arange(40)[:, None] % 2}):
-        seen.clear()
-        ours, theirs = (own.functional_posterior(rays, **options).covariance for own in (small, posterior))
-        assert max(seen) < 40 or "joint" in options  # whose rays stay together, unlike the vertices
-        torch.testing.assert_close(ours, theirs)
-    seen.clear()
-    sampled = [
-        own.predictive(rays, method="sampled", n_samples=3, generator=torch.Generator().manual_seed(0)).mean
-        for own in (small, posterior)
-    ]
-    assert max(seen) < 40
-    torch.testing.assert_close(*sampled)
-    small.memory_budget = 100
-    with pytest.raises(lp.errors.ConfigurationError, match="one ray"):
-        small.fit([(rays, torch.zeros(40, 2, **DOUBLE))])
-
-
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
@@ -240,10 +212,12 @@ def test_another_output_of_the_displaced_field():
     posterior, _, rays = fitted(n=12, structure="block")
     t = torch.linspace(0.0, 1.0, 5, **DOUBLE)
 
-    def depth(rays, displace):
-        return (torch.softmax(posterior.model(displace(rays))[..., 0], 1) @ t)[:, None]
+    model, displace = posterior.model, posterior.field.displace
 
-    view = lp.through(posterior, lambda rays: depth(rays, posterior.field.displace))
+    def depth(rays, displace):
+        return (torch.softmax(model(displace(rays))[..., 0], 1) @ t)[:, None]
+
+    view = lp.through(posterior, lambda rays: depth(rays, displace))
     found = view.functional_posterior(rays)
     index, weights = posterior.grid.spread(rays)
 
@@ -255,7 +229,7 @@ def test_another_output_of_the_displaced_field():
     torch.testing.assert_close(found.covariance[:, 0, 0], expected)
     torch.testing.assert_close(found.mean, depth(rays, lambda x: x).detach())
     with pytest.raises(lp.errors.SelectionError):
-        lp.through(posterior, lambda rays: posterior.model(rays)[:, 0]).functional_posterior(rays)
+        lp.through(posterior, lambda rays: model(rays)[:, 0]).functional_posterior(rays)
 
 
 def test_validation_finds_the_size_of_a_displacement():

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from laplace_plus._memory import CHUNK_BYTES, budget, require_room, slices
 from laplace_plus.applications.fields.grid import Grid
 from laplace_plus.errors import DataError, OutputError
-from laplace_plus.network.batches import can_be_cut, cut, describe
+from laplace_plus.network.batches import describe
 from laplace_plus.network.network import Network
 
 Render = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 """``render(rays, displace) -> [R, C]``, which calls ``displace`` on its sample points ``[R, ..., d]``."""
 
 
+_HOOK: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("hook", default=None)
+"""What displaces the points in place of θ, for derivatives by each of them."""
+
+
 class Displaced(nn.Module):
     """A model as a function of a displacement of its inputs, ``[V + 1, d]``: of vertices, and of all outside; zero."""
-
-    hook: Callable[[Tensor], Tensor] | None = None
-    """What displaces the points in place of θ, for derivatives by each of them."""
 
     def __init__(self, model: nn.Module, grid: Grid, render: Render | None):
         super().__init__()
@@ -38,9 +39,9 @@ class Displaced(nn.Module):
 
     def displace(self, x: Tensor) -> Tensor:
         """Points ``[..., d]``, each moved by the vectors of the vertices around it."""
-        x = self.grid.check(x)
-        if self.hook is not None:
-            return self.hook(x)
+        x, hook = self.grid.check(x), _HOOK.get()
+        if hook is not None:
+            return hook(x)
         index, weights = self.grid.spread(x)
         return x + (weights[..., None] * self.displacement[index].to(x.dtype)).sum(-2)
 
@@ -81,11 +82,11 @@ def rows(
         return x + points[-1][1]
 
     with torch.enable_grad():
-        field.hook = hook
+        token = _HOOK.set(hook)
         try:
             outputs = network(inputs)
         finally:
-            field.hook = None
+            _HOOK.reset(token)
         if outputs.ndim != 2:  # noqa: PLR2004
             raise OutputError("Each ray has one row of outputs.", expected="[R, C]", got=str(list(outputs.shape)))
         n_rays, n_outputs = outputs.shape
@@ -116,29 +117,3 @@ def rows(
                 values = values.index_add(0, place[..., corner].flatten(), part)
     result = Rows(outputs, values, touched // stride, touched % stride)
     return result if differentiable else Rows(*(tensor.detach() for tensor in result))
-
-
-def pieces(network: Network, inputs: Any, size: int) -> Iterator[slice]:
-    """Parts of a batch of rays that the memory budget holds; two rays run first, to measure what one takes.
-
-    ConfigurationError if the budget does not hold a single ray.
-    """
-    field: Any = network.model
-    if size < 3 or not can_be_cut(inputs, size):  # noqa: PLR2004
-        yield slice(None)
-        return
-    if network.bytes_per_example is None:
-        kept: dict[tuple[int, int], int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.data_ptr(), tensor.numel()] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = rows(network, cut(inputs, [0, size - 1]))
-        entries = 32 * found.values.numel() + 2**field.grid.d * 16 * found.vertex.numel()
-        network.bytes_per_example = -(-(sum(kept.values()) + entries) // 2)
-        network.bytes_forward, network.can_cut = network.bytes_per_example, True  # for samples, which take less
-    each, device = network.bytes_per_example, network.device
-    require_room(each, "the derivatives of one ray", device)
-    yield from slices(size, each, min(CHUNK_BYTES, budget(device) // 2))

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus._memory import chunk_bytes, require_free, slices
-from laplace_plus.applications.fields.displaced import Displaced, Render, pieces, rows
+from laplace_plus.applications.fields.displaced import Displaced, Render, rows
 from laplace_plus.applications.fields.grid import Grid
 from laplace_plus.curvature import Backend, Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import independent_variances
-from laplace_plus.network.batches import Batch, batch_size, cut, describe
+from laplace_plus.network.batches import Batch, batch_size, describe
 from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
@@ -34,6 +33,10 @@ PARAMETER = "displacement"
 
 AUTHORS_PRECISION, AUTHORS_RANGE = 1e-4, (1e-3, 1e6)
 """The authors' prior precision times G^d, and the interval to which they clip u; its start is their background."""
+
+
+_POINTS, _VERTICES = 2**18, 2**12
+"""Points whose covariances are computed at a time, and vertices at which joint derivatives are."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,6 @@ class SpatialField(GaussianPosterior):
             prior_precision = (resolution / max(edges)) ** 2
         common = {**common_arguments(locals()), "parameters": [PARAMETER]}
         refuse_unsuitable(unwrap(model))
-        require_free(8 * self.grid.n_vertices * self.grid.d, "The grid", torch.device("cpu"), "Lower the resolution.")
         super().__init__(Displaced(unwrap(model), self.grid, render), likelihood, **common)
         self.model = self.field.model
         _require(not self.prior_mean.any(), "prior_mean", "0, as the trained field is not displaced", prior_mean)
@@ -163,28 +165,25 @@ class SpatialField(GaussianPosterior):
         """Add a batch's curvature, as a backend's method does, and the number of its derivatives to ``seen``."""
         d, n, blocks = self.grid.d, self.grid.n_vertices + 1, self.structure.name == "block"
         sums = torch.zeros(likelihood.n_noise, n, *(d, d) * blocks, dtype=network.dtype, device=network.device)
-        outputs = []
-        for some in pieces(network, batch.inputs, len(batch.target)):
 
-            def combine(values: Tensor, target: Tensor = batch.target[some]) -> Tensor:
-                likelihood.validate(values, target)
-                observed, targets, weight = likelihood.rows(values, target)
-                return likelihood.output_root(observed, targets) * weight[:, None, None].to(values.dtype)
+        def combine(values: Tensor) -> Tensor:
+            likelihood.validate(values, batch.target)
+            observed, targets, weight = likelihood.rows(values, batch.target)
+            return likelihood.output_root(observed, targets) * weight[:, None, None].to(values.dtype)
 
-            found = rows(network, cut(batch.inputs, some) if some.stop else batch.inputs, combine)
-            outputs.append(found.outputs)
-            inside = found.vertex < n - 1
-            values, vertex = found.values[inside].to(network.dtype), found.vertex[inside]
-            seen += len(vertex)
-            check_finite(values, "Derivatives of the rendered outputs by the sample points")
-            groups = likelihood.output_groups(values.shape[1]).to(values.device)
-            for k in range(likelihood.n_noise):
-                own = values[:, groups == k]
-                sums[k].index_add_(0, vertex, own.mT @ own if blocks else own.square().sum((1, 2)))
+        found = rows(network, batch.inputs, combine)
+        inside = found.vertex < n - 1
+        values, vertex = found.values[inside].to(network.dtype), found.vertex[inside]
+        seen += len(vertex)
+        check_finite(values, "Derivatives of the rendered outputs by the sample points")
+        groups = likelihood.output_groups(values.shape[1]).to(values.device)
+        for k in range(likelihood.n_noise):
+            own = values[:, groups == k]
+            sums[k].index_add_(0, vertex, own.mT @ own if blocks else own.square().sum((1, 2)))
         layout = Layout(PARAMETER, (PARAMETER,), "per vertex", torch.arange(n * d).view(n, 1, d))
         block = DenseBlock(sums, (n, 1, d)) if blocks else DiagonalBlock(sums[:, :, None, None].repeat(1, 1, 1, d))
         curvature = Curvature([(layout, block)])
-        return curvature if total is None else total.add_(curvature), torch.cat(outputs)
+        return curvature if total is None else total.add_(curvature), found.outputs
 
     @property
     def vertex_curvature(self) -> Tensor:
@@ -216,10 +215,6 @@ class SpatialField(GaussianPosterior):
         x = self.network.receive(x)
         if not (size := batch_size(x)):
             raise DataError("There is nothing to predict.", expected="at least one ray", got=describe(x))
-        if not (joint or differentiable) and len(parts := [*pieces(self.network, x, size)]) > 1:
-            own = outputs if isinstance(outputs, Tensor) and outputs.ndim > 1 else None  # for each ray
-            every = [self.functional_posterior(cut(x, p), outputs=outputs if own is None else own[p]) for p in parts]
-            return FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
         check_outputs(mean)
         if outputs is not None and not isinstance(outputs, str):
@@ -228,18 +223,17 @@ class SpatialField(GaussianPosterior):
             slopes = slopes.gather(1, chosen[ray][..., None].expand(-1, -1, self.grid.d))
         moved = slopes @ self._vertex_covariance().to(slopes.dtype)[vertex]  # [·, K, d]
         if joint:  # every ray's derivatives side by side, at the vertices that any of them touches, some at a time
-            n = mean.numel()
-            require_free(n**2 * slopes.element_size(), "A joint covariance", mean.device, "Pass fewer rays at a time.")
-            found, (touched, place) = slopes.new_zeros(n, n), vertex.unique(return_inverse=True)
-            each = 4 * n * self.grid.d * slopes.element_size()
-            for some in slices(len(touched), each, chunk_bytes(mean.device, of_caches=16)):
-                inside = (place >= some.start) & (place < some.stop)
-                where = ray[inside], place[inside] - some.start
-                empty = slopes.new_zeros(size, some.stop - some.start, *slopes.shape[1:])
+            touched, place = vertex.unique(return_inverse=True)
+            found = slopes.new_zeros(mean.numel(), mean.numel())
+            for start in range(0, len(touched), _VERTICES):
+                inside = (place >= start) & (place < start + _VERTICES)
+                where = ray[inside], place[inside] - start
+                empty = slopes.new_zeros(size, min(_VERTICES, len(touched) - start), *slopes.shape[1:])
                 left, right = (
-                    empty.index_put(where, part[inside]).transpose(1, 2).reshape(n, -1) for part in (moved, slopes)
+                    empty.index_put(where, own[inside]).transpose(1, 2).reshape(len(found), -1)
+                    for own in (moved, slopes)
                 )
-                found = found.addmm_(left, right.mT)
+                found = found.addmm(left, right.mT)
             return FunctionalPosterior(mean, found.view(*mean.shape, *mean.shape))
         products = (moved * slopes).sum(-1) if outputs == "diagonal" else moved @ slopes.mT
         found = products.new_zeros(size, *products.shape[1:]).index_add(0, ray, products)
@@ -282,12 +276,12 @@ class SpatialField(GaussianPosterior):
     def _at(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """A function of the displacement's covariances at points, a chunk at a time."""
         self.require_fit()
-        own, device = self._vertex_covariance(scaled=self.paper_scale), self.network.device
+        own = self._vertex_covariance(scaled=self.paper_scale)
         flat = self.grid.check(x).detach().to(own).reshape(-1, self.grid.d)
         check_finite(flat, "The points")
-        parts = [function(own[:0])]
-        for some in slices(len(flat), 2**self.grid.d * (80 + 8 * self.grid.d**2), chunk_bytes(device, of_caches=16)):
-            index, weights = self.grid.spread(flat[some])
+        parts = []
+        for some in flat.split(_POINTS):
+            index, weights = self.grid.spread(some)
             parts.append(function(torch.einsum("nk,nkij->nij", weights.square(), own[index])))
         found = torch.cat(parts)
         return found.view(*x.shape[:-1], *found.shape[1:])
