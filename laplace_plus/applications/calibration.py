@@ -1,7 +1,7 @@
 """Calibrated class probabilities: from training data alone, or by scaling outputs on held-out data.
 
 The recipe by leave-one-out, for a network trained with weight decay, in the notation of
-:mod:`laplace_plus.tuning.left_out_predictions`:
+:mod:`laplace_plus.tuning.deletions`:
 
 1. Compute leave-one-out outputs ``f₋ₙ`` at ``κ α₀``, where ``α₀`` is the prior precision of training.
 2. Let ``T`` minimise the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no
@@ -44,7 +44,8 @@ from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.tuning import fitted_data
-from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Leverages, leave_one_out
+from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
+from laplace_plus.tuning.left_out_predictions import leave_one_out
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
 """Trains a new network on some batches of the training data."""

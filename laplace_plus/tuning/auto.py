@@ -34,15 +34,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_plus import errors
 from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import Batch, iterate
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
+from laplace_plus.tuning.deletions import INTERPOLATION, Deletions, Leverages
 from laplace_plus.tuning.fitted_data import check_training_prior
 from laplace_plus.tuning.leave_one_out import LeaveOneOut, Searched
-from laplace_plus.tuning.left_out_predictions import INTERPOLATION, Deletions
-from laplace_plus.tuning.leverages import Leverages
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
 from laplace_plus.tuning.midpoints import neighbours
 from laplace_plus.tuning.noise import noise_from_residuals, trained_size
@@ -151,9 +149,7 @@ class Auto:
         own = copy.copy(posterior)  # which shares what the model computes
         noisy = tunes_noise(model.likelihood, self.tune_noise) and model.likelihood.is_gaussian
         if noisy:
-            model.log_likelihood()  # refuses what has seen no data
-            sums, counts = model.statistics.double().cpu().chunk(2)
-            residual = (sums / counts).clamp_min(1e-20).sqrt().to(model.vector)
+            residual = model.residual_noise().exp().to(model.vector)
             own.noise_std = residual if own.noise_std.ndim else residual.mean()
         evidence = MarginalLikelihood(tune_noise=False if noisy else self.tune_noise).tune(own, progress=progress)
         own.apply_tuning(evidence)
@@ -199,8 +195,6 @@ class Auto:
         if model.likelihood.is_classifier and rows == n_data:
             try:
                 between = _between(posterior, data, first, int(min(ENOUGH, room)), search)
-            except errors.CheckpointError:
-                raise
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 notes += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
@@ -256,15 +250,13 @@ class Auto:
             return training, training_end(model, network, data, n_data, share, temperature, decay, rank), ""
         except DataError:
             raise
-        except (LaplacePlusError, torch.linalg.LinAlgError, torch.OutOfMemoryError) as failure:
-            # Weights outside the selection may have no derivatives, or too large a curvature.
+        except (LaplacePlusError, RuntimeError) as failure:
+            # Weights outside of the selection may have no derivatives, or too large a curvature.
             return training, None, f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
 
 
 def _data_of_fit(posterior: Tunable, room: float) -> tuple[Iterable[Any] | None, str]:
     """The data that can be left out within ``room`` examples' operations, or None and the reason."""
-    if posterior.group is not None:
-        return None, "The data are spread over several processes"
     if room < min(LEAST, posterior.n_data):
         return None, f"The covariances of {posterior.laplace_model().n_outputs} outputs are too large"
     try:

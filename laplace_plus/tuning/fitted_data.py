@@ -7,15 +7,14 @@ targets that belong to other inputs, also where the number of examples agrees.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
-from laplace_plus.io.passes import summed
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network
 from laplace_plus.tuning.laplace import LaplaceModel
@@ -28,7 +27,7 @@ class FittedData:
     """Adds up the likelihood's statistics of a pass over data, and compares them with those of the fit.
 
     Attributes:
-        n_batches, n_examples: Number of batches and of examples so far.
+        n_examples: Number of examples so far.
         n_rows: Number of flattened observations (examples, or positions) that are not ignored.
         n_entries: Number of terms in the mean that torch's losses for classes take.
     """
@@ -37,7 +36,7 @@ class FittedData:
         self._model, self._network, self._n_data = model, network, n_data
         self._statistics = torch.zeros_like(model.statistics)
         self._epsilon = self._slope = self._square = 0.0
-        self.n_batches, self.n_examples, self.n_rows, self.n_entries = 0, 0, 0.0, 0.0
+        self.n_examples, self.n_rows, self.n_entries = 0, 0.0, 0.0
 
     def add(self, outputs: Tensor, target: Any) -> None:
         """Add a batch's outputs ``[B, *, C]`` and its target, which must be valid for the likelihood."""
@@ -51,7 +50,6 @@ class FittedData:
         dtypes = (outputs.dtype, self._network.dtype, *([dtype] if enabled else []))
         self._epsilon = max(self._epsilon, *(torch.finfo(one).eps for one in dtypes))
         counted = float(weight.sum())
-        self.n_batches += 1
         self.n_examples += len(outputs)
         self.n_rows += counted
         self.n_entries += likelihood.n_terms(targets, weight, outputs.shape[-1])
@@ -89,7 +87,7 @@ def survey(
     """Run the network once over data and check that they are those of the fit; arguments as :class:`FittedData`."""
     found = FittedData(model, network, n_data)
     loader = iterate(data, device=network.device, progress=progress, description=description)
-    for batch in summed("survey", loader, found):
+    for batch in loader:
         outputs = network.forward(batch.inputs)
         model.likelihood.validate(outputs, batch.target)
         found.add(outputs, batch.target)
@@ -101,9 +99,8 @@ def check_training_prior(precision: Any, weight_decay: Any) -> bool:
     """Whether the prior of training is given; :class:`ConfigurationError` if twice, or by a bad weight decay."""
     if precision is not None and weight_decay is not None:
         raise ConfigurationError("Training has one of training_prior_precision and weight_decay.", got="both")
-    number = isinstance(weight_decay, (int, float)) and not isinstance(weight_decay, bool)
-    if weight_decay is not None and not (number and 0 <= weight_decay < math.inf):
-        raise ConfigurationError("weight_decay is out of range.", expected="a number >= 0", got=repr(weight_decay))
+    if weight_decay is not None:
+        checks.number("weight_decay", weight_decay, least=0.0)
     return precision is not None or bool(weight_decay)
 
 

@@ -10,26 +10,21 @@ a hyperparameter are taken once; each evaluation after that costs one pass over 
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.structured import EigenBlock, Factor
+from laplace_plus.structured import Factor
 from laplace_plus.structured.parameter_slices import ParameterSlices
-
-MANY_FACTORS = 2**30
-"""Bytes of eigenvalues beyond which those of a factor are computed whenever it is used."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +77,9 @@ class LaplaceModel:
         known = {} if self.prior_mean.requires_grad else self._known_scatter  # a derivative's graph is used up by one
         if structure not in known:
             away = self._unit_prior.deviation(self.vector) if self.travelled is None else self.travelled
-            if structure == "scalar":  # in float64, which takes no more than these
-                squares = torch.stack([part.double().square().sum() for part in away.split(2**20)]).sum()
-            else:
-                squares = away.double().square()
+            squares = away.double().square()
+            if structure == "scalar":
+                squares = squares.sum()
             if structure == "layerwise":
                 empty = torch.zeros(self.n_layers, dtype=torch.float64, device=squares.device)
                 squares = empty.index_add(0, self.layer_index.to(squares.device), squares)
@@ -143,26 +137,10 @@ class LaplaceModel:
             result[layout.key] = block.factor(weights, diagonals[layout.key].to(weights))
         return result
 
-    def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> Sequence[Mapping[str, Factor]]:
-        """As :meth:`factors`, for several pairs of a prior precision and a noise level, with shared eigenbases.
-
-        If all factors take more than :data:`MANY_FACTORS`, each is computed whenever it is used.
-        """
-        blocks = [block for _, block in self.curvature]
-        fixed = [block for block in blocks if isinstance(block, EigenBlock) and block.n_components == 1]
-        unit = torch.ones(1, dtype=self.vector.dtype, device=self.vector.device)
-        for block in fixed:
-            block.eigen(unit)
-        sets = []
-        for precision, noise in points:
-            weights = (self.weights(noise) / as_hyperparameter(temperature).to(self.vector.device)).to(self.vector)
-            own = {key: value.to(weights) for key, value in self.diagonals(self.prior(precision).precision).items()}
-            functions = {at.key: partial(block.factor, weights, own[at.key]) for at, block in self.curvature}
-            sets.append(FactorsOnDemand(functions))
-        n_bytes = len(points) * len(self.vector) * self.vector.element_size()
-        if len(fixed) == len(blocks) and n_bytes > MANY_FACTORS:
-            return sets
-        return [dict(factors) for factors in sets]
+    def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> list[dict[str, Factor]]:
+        """As :meth:`factors`, for several pairs of a prior precision and a noise level, which share eigenbases."""
+        temperature = as_hyperparameter(temperature)
+        return [self.factors(self.prior(precision).precision, temperature, noise) for precision, noise in points]
 
     def squared_distance(self, vectors: Tensor, precision: Any, temperature: Any) -> Tensor:
         """``(θ − θ̂)ᵀ Λ (θ − θ̂)`` for ``[n, P]``, ``[n]`` float64; differentiable in θ."""
@@ -233,12 +211,3 @@ class LaplaceModel:
         for key, placement in self.parameter_slices.items():
             placement.scatter_(result, factors[key].variances())
         return result
-
-
-class FactorsOnDemand(UserDict[str, Any]):
-    """Factors by layout key, each computed whenever it is asked for, by the function that the dictionary was given."""
-
-    @override
-    def __getitem__(self, key: str) -> Factor:
-        factor: Factor = self.data[key]()
-        return factor

@@ -14,19 +14,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
-from laplace_plus.io.passes import Sums
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
+from laplace_plus.tuning.deletions import INTERPOLATION, DeletionBatch, Deletions, Leverages, Unit, leave_out
 from laplace_plus.tuning.fitted_data import (
     check_training_prior,
     precision_of_weight_decay,
@@ -34,16 +34,7 @@ from laplace_plus.tuning.fitted_data import (
     unknown_training_prior,
 )
 from laplace_plus.tuning.laplace import LaplaceModel
-from laplace_plus.tuning.left_out_predictions import (
-    INTERPOLATION,
-    DeletionBatch,
-    Deletions,
-    check_choices,
-    leave_one_out,
-    leave_out,
-    require_leave_one_out,
-)
-from laplace_plus.tuning.leverages import Leverages, Unit
+from laplace_plus.tuning.left_out_predictions import require_leave_one_out
 from laplace_plus.tuning.validation import checked_grid, grid_settled
 
 LEVELS = 31
@@ -132,13 +123,11 @@ class LeaveOneOut:
             raise ConfigurationError(what, expected='structure="scalar"', got=repr(self.structure), fix=fix)
         check_training_prior(self.training_prior_precision, self.weight_decay)
         checks.positive("kappa", self.kappa)
-        check_choices(self.leverages, self.unit)
+        checks.choice("leverages", self.leverages, get_args(Leverages))
+        checks.choice("unit", self.unit, get_args(Unit))
         checks.count("n_samples", self.n_samples)
         if self.grid is not None:
             checked_grid(self.grid)
-
-    predictions = staticmethod(leave_one_out)
-    """The leave-one-out predictions themselves; see :func:`laplace_plus.leave_one_out`."""
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
@@ -238,38 +227,35 @@ class LeaveOneOut:
         progress: bool,
     ) -> Searched:
         """The losses at precisions ``level · base`` and scales of V, in one pass."""
-        likelihood = deletions.model.likelihood
+        likelihood, own = deletions.model.likelihood, deletions.leverages == "own"
+        terms = self._noise_terms if noisy else self._loss
         totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
         valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
-        sums = Sums(totals=totals, valid=valid, n_entries=0.0, n_observations=0.0, leverages=[])
-        for batch in deletions.batches([(base * level, None) for level in levels], sums, progress=progress):
-            totals, valid = sums.totals, sums.valid
-            sums.leverages.append(batch.leverages.amax(-1))
-            if bool((sums.leverages[-1] >= deletions.limit).any()):
+        n_entries, n_observations, largest = 0.0, 0.0, []
+        for batch in deletions.batches([(base * level, None) for level in levels], progress=progress):
+            counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
+            n_observations += counted
+            n_entries += counted * batch.outputs.shape[-1]
+            largest.append(batch.leverages.amax(-1))
+            if bool((largest[-1] >= deletions.limit).any()):
                 continue  # they are refused, once all are counted
             for number, covariance in enumerate(batch.covariances):
-                own = deletions.leverages == "own"
-                if valid[number] and (own or deletions.without_own):
+                if own or deletions.without_own:
                     leverages, _, left = leave_out(covariance, batch.root, batch.gradient)
                     below = (leverages < deletions.limit).all(-1)
-                    valid[number] = not own or bool(below.all())
+                    valid[number] &= not own or bool(below.all())
                     covariance = torch.where(below[:, None, None], left, covariance)
                 if valid[number]:
-                    terms = self._noise_terms if noisy else self._loss
                     covariance = batch.by_position(covariance)
                     totals[number] += torch.stack([terms(likelihood, batch, s * covariance, seed) for s in scales])
-            counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
-            sums.n_observations += counted
-            sums.n_entries += counted * batch.outputs.shape[-1]
-        deletions.check(sums.leverages)
-        totals, n_entries, n_observations = sums.totals, sums.n_entries, sums.n_observations
+        deletions.check(largest)
         losses, factors = totals[..., 0], totals[..., 1] / n_observations
         if noisy:
             factors = (totals[..., 1] / n_entries).sqrt()
             # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
             losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
-        losses = torch.where(sums.valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
-        return Searched(losses.flatten(), factors.flatten(), float(torch.cat(sums.leverages).max()), n_observations)
+        losses = torch.where(valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
+        return Searched(losses.flatten(), factors.flatten(), float(torch.cat(largest).max()), n_observations)
 
     def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
         """A batch's loss, and a classifier's confidences: the probabilities of the most probable classes."""

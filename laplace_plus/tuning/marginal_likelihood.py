@@ -11,13 +11,15 @@ import torch
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.priors import Groups
 from laplace_plus.tuning.base import Tunable, TuningResult
 from laplace_plus.tuning.groups import check_structure
-from laplace_plus.tuning.noise import warn_of_noise
 from laplace_plus.tuning.normalized_groups import NAME as NORMALISED
-from laplace_plus.tuning.objective import Objective
+from laplace_plus.tuning.objective import EvidencePoint, Objective
+
+RUNAWAY = 2.0
+"""Ratio of a tuned noise to the training residuals from which tuning warns: then γ is more than ¾ of R."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +118,23 @@ class ExpectationMaximisation(EvidenceTuner):
     """Maximises the Laplace evidence by steps that never lower it; arguments as for :class:`MarginalLikelihood`."""
 
     name: ClassVar[str] = "em"
+
+
+def warn_of_noise(now: EvidencePoint) -> None:
+    """Warn where a noise that maximises an evidence is far above the residuals: γ takes most of the data."""
+    objective = now.objective
+    if not objective.tune_noise:
+        return
+    n, (errors, counts) = objective.n_precisions, objective.model.statistics.double().chunk(2)
+    residual, noise = (errors / counts).sqrt(), now.logarithms[n:].exp()
+    worst = int((noise / residual.clamp_min(1e-30)).argmax())
+    own, left = float(noise[worst]), float(residual[worst])
+    if own <= RUNAWAY * left:
+        return
+    spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
+    warn(
+        f"The tuned noise of {own:.3g} is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the "
+        f"curvature counts {spent:.4g} of {int(counts[worst])} targets as spent, or the network interpolates. "
+        "Use lp.tuning.noise_from_residuals(posterior), or tune on held-out data.",
+        ConvergenceWarning,
+    )

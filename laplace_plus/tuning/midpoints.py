@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import budget
-from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import Batch, iterate
-from laplace_plus.network.gradients import runs_apart
 from laplace_plus.tuning.base import Tunable
-from laplace_plus.tuning.left_out_predictions import Deletions, thinned
+from laplace_plus.tuning.deletions import Deletions, thinned
 
 NEIGHBOURS = 5
 """Of each example, as in SMOTE. With up to ten, gains were larger, but calibrated networks lost up to .007 nats."""
@@ -40,18 +37,12 @@ def neighbours(
 
     Midpoints have the label of their first end, and are left out: undisplaced. One pass over the data, of which
     ``first`` is the first batch. None where inputs are no single floating tensor of one shape, or are too few.
-
-    Raises:
-        UnsupportedError: The network does not run on each example alone.
     """
     network, n_data, x = posterior.network, posterior.n_data, first.inputs
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    if runs_apart(network, first) is False:
-        raise UnsupportedError("An example's outputs depend on the others.")
-    kept = min(KEPT, budget(network.device) / 16)  # in float32 the inputs, twice, and the distances, with room
-    count = min(n_data, int(min(most, kept / x[0].numel())) // NEIGHBOURS)
-    share = min(1.0, kept / (n_data * max(x[0].numel(), count)))
+    count = min(n_data, int(min(most, KEPT / x[0].numel())) // NEIGHBOURS)
+    share = min(1.0, KEPT / (n_data * max(x[0].numel(), count)))
     parts = list(thinned(iterate(data, device=network.device), share))
     if any(part.inputs.shape[1:] != x.shape[1:] for part in parts):
         return None
@@ -75,7 +66,7 @@ def neighbours(
     return found, float(agree.double().mean())
 
 
-def _undisplaced(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:
+def _undisplaced(inputs: Any, outputs: Tensor) -> list[Tensor]:
     """No covariance ``[U, C, C]``."""
     flat = outputs.flatten(0, -2)
     return [flat.new_zeros(*flat.shape, flat.shape[-1])]

@@ -20,28 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import budget
-from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
-from laplace_plus.io.passes import Sums, summed
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.fitted_data import FittedData
-from laplace_plus.tuning.objective import EvidencePoint
 from laplace_plus.tuning.tangent_model import batch_jacobian
-
-RUNAWAY = 2.0
-"""Ratio of a tuned noise to the training residuals from which tuning warns: then γ is more than ¾ of R."""
 
 INTERPOLATED = 0.01
 """Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
 
-_PLENTY, _MANY = 40, 8
-"""Numbers for each weight from which ``R − P`` does, without the tangent or where that is not affordable: it is at most
-1.3 % or 7 % above σ, as networks spend fewer weights than they have."""
+_PLENTY = 40
+"""Numbers for each weight from which ``R − P`` does, without the tangent: it is at most 1.3 % above σ."""
 
-_OPERATIONS = 5e10
-"""Most multiplications ``R P min(R, P)``: at worst some twenty seconds on one core."""
+_OPERATIONS, _THIN = 5e10, 200
+"""Most multiplications ``R P min(R, P)``, at worst some twenty seconds on one core, and so at most 2.5·10⁸ numbers in
+the Jacobian ``[R, P]``. Beyond, every weight counts as spent, up to half of the numbers."""
 
 _LEVELS = 33
 """Ridges that are tried, over 16 decades at most: two for each."""
@@ -56,9 +50,8 @@ class NoiseEstimate:
         residual_std: Root mean square of the training residuals.
         target_std: Standard deviation of the training targets.
         effective_parameters: How many of the targets' numbers count as spent on fitting weights.
-        route: ``"tangent"`` (leave-one-out of the network's tangent), ``"parameters"`` (all weights count as spent: 40
-            numbers or more for each, or 8 where the tangent is not affordable), ``"last_layer"`` (the tangent of the
-            last layer alone, a lower bound), or ``"capped"`` (half the numbers count as spent).
+        route: ``"tangent"``, leave-one-out of the network's tangent; or ``"parameters"``, where there are 40 numbers or
+            more for each weight or the tangent would take too long: all weights count as spent, up to half the numbers.
         problem: What is wrong, in a sentence; empty if nothing is.
     """
 
@@ -74,8 +67,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     """A noise level from training data alone that cannot run away; see :mod:`laplace_plus.tuning.noise`.
 
     It depends on the network and the data, not on the posterior's curvature or prior. One pass over the data, with the
-    Jacobian by all trainable weights where that and a matrix of ``min(R, P)²`` numbers are affordable. Positions of an
-    example count as rows of their own.
+    Jacobian by all trainable weights unless that is too large. Positions of an example count as rows of their own.
 
     Args:
         posterior: A fitted Gaussian posterior of a regression, which is not changed.
@@ -101,43 +93,44 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         raise UnsupportedError("There is no noise to estimate.", expected="lp.Gaussian", got=repr(likelihood))
     data = posterior.training_data.again(data, "Noise from residuals passes over the training data.")
     errors, counts = model.statistics.double().chunk(2)
-    with exact_arithmetic(network, posterior.memory_budget):
-        chosen, route = _affordable(network, data, round(float(counts.sum())))
-        fitted, sums = FittedData(model, network, posterior.n_data), Sums(jacobians=[], parts=[])
-        for batch in summed("noise", iterate(data, device=network.device, progress=False), fitted, sums):
-            if chosen is None:
+    n_rows, size = float(counts.sum()), trained_size(network)
+    affordable = n_rows * size * max(_THIN, min(n_rows, size)) <= _OPERATIONS
+    route = "tangent" if affordable and n_rows < _PLENTY * size else "parameters"
+    fitted, parts, jacobians = FittedData(model, network, posterior.n_data), [], []
+    with exact_arithmetic(network):
+        whole = network.selecting("all")
+        for batch in iterate(data, device=network.device, progress=False):
+            if route == "parameters":
                 linear = outputs = network.forward(batch.inputs)
             else:
-                outputs, jacobian = batch_jacobian(chosen, batch.inputs)
-                linear = (jacobian.double() @ chosen.vector().double()).view_as(outputs)
-                sums.jacobians.append(jacobian)
+                outputs, jacobian = batch_jacobian(whole, batch.inputs)
+                linear = (jacobian.double() @ whole.vector().double()).view_as(outputs)
+                jacobians.append(jacobian)
             likelihood.validate(outputs, batch.target)
             fitted.add(outputs, batch.target)
             flat, target, _ = likelihood.rows(outputs.double(), batch.target)
-            sums.parts.append((target, target - flat + linear.double().view_as(flat)))
-        fitted.check()
-        targets, linear = (torch.cat(column) for column in zip(*sums.parts, strict=True))  # y and y', [n, C]
-        groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
+            parts.append((target, target - flat + linear.double().view_as(flat)))
+    fitted.check()
+    targets, linear = (torch.cat(column) for column in zip(*parts, strict=True))  # y and y', [n, C]
+    groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 
-        def by_group(values: Tensor) -> Tensor:
-            """Sums over rows, and over the outputs that share a level, ``[K]``."""
-            zeros = torch.zeros(likelihood.n_noise, dtype=torch.float64, device=values.device)
-            return zeros.index_add(0, groups, values.double().sum(0)).cpu()
+    def by_group(values: Tensor) -> Tensor:
+        """Sums over rows, and over the outputs that share a level, ``[K]``."""
+        zeros = torch.zeros(likelihood.n_noise, dtype=torch.float64, device=values.device)
+        return zeros.index_add(0, groups, values.double().sum(0)).cpu()
 
-        residual = (errors / counts).sqrt()
-        spread = (by_group((targets - targets.mean(0)).square()) / (counts - counts / len(targets)).clamp_min(1)).sqrt()
-        if chosen is None:
-            share = trained_size(network) / float(counts.sum()) if route == "parameters" else 0.5
-            spent, error = share * counts, residual / math.sqrt(1 - share)
-        else:
-            # Outputs on a common scale, so that one ridge suits all of them.
-            scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
-            each = scale.to(targets)[groups]
-            jacobian = torch.cat(sums.jacobians)
-            del sums.jacobians
-            jacobian /= each.repeat(len(targets))[:, None].to(jacobian)
-            left_out, leverages = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
-            error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)
+    residual = (errors / counts).sqrt()
+    spread = (by_group((targets - targets.mean(0)).square()) / (counts - counts / len(targets)).clamp_min(1)).sqrt()
+    if route == "parameters":
+        share = min(size / n_rows, 0.5)
+        spent, error = share * counts, residual / math.sqrt(1 - share)
+    else:
+        # Outputs on a common scale, so that one ridge suits all of them.
+        scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
+        each = scale.to(targets)[groups]
+        jacobian = torch.cat(jacobians) / each.repeat(len(targets))[:, None].to(jacobians[0])
+        left_out, leverages = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
+        error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)
     error, problem = torch.maximum(error, residual), ""
     if bool((residual < INTERPOLATED * spread).any()):
         ratio = float((residual / spread).min())
@@ -149,23 +142,6 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     return NoiseEstimate(noise, residual, spread, spent, route, problem)
 
 
-def _affordable(whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
-    """The parameters whose tangent is affordable, or None, and the route."""
-    allowed, many = budget(whole.device), n_rows / trained_size(whole)
-    for selection, route, enough in (("all", "tangent", _PLENTY), ("last_layer", "last_layer", _MANY)):
-        if many >= enough:
-            return None, "parameters"
-        network = whole.selecting(selection)
-        if selection == "last_layer":  # which is known once a batch has gone through the network
-            batch_jacobian(network, next(iter(iterate(data, device=whole.device, progress=False))).inputs)
-        size = network.n_parameters
-        small = min(n_rows, size)
-        n_bytes = 3 * n_rows * size * network.dtype.itemsize + 8 * (3 * small**2 + n_rows * small)
-        if n_bytes <= allowed and n_rows * size * small <= _OPERATIONS:
-            return network, route
-    return None, "capped"
-
-
 def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor, Tensor]:
     """Leave-one-out residuals and leverages, both ``[n, C]``, of ridge regression on ``J [n·C, P]`` and ``[n, C]``.
 
@@ -174,10 +150,7 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
     n, size = targets.shape
     wide, flat = len(jacobian) <= jacobian.shape[1], targets.flatten()
     thin = jacobian if wide else jacobian.T
-    gram = torch.zeros(len(thin), len(thin), dtype=torch.float64, device=thin.device)
-    for part in thin.split(len(thin), 1):
-        gram.addmm_(part.double(), part.double().T)
-    values, basis = torch.linalg.eigh(gram)
+    values, basis = torch.linalg.eigh(thin.double() @ thin.double().T)
     values = values.clamp_min(0.0)
     rounding = max(1e-12, 100 * torch.finfo(jacobian.dtype).eps) * values[-1].clamp_min(1e-24)
     if not wide:
@@ -198,26 +171,6 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
     squares = left.square().mean(1)
     best = int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())
     return left[best], 1 - block[best].diagonal(dim1=-2, dim2=-1)
-
-
-def warn_of_noise(now: EvidencePoint) -> None:
-    """Warn where a noise that maximises an evidence is far above the residuals: γ takes most of the data."""
-    objective = now.objective
-    if not objective.tune_noise:
-        return
-    n, (errors, counts) = objective.n_precisions, objective.model.statistics.double().chunk(2)
-    residual, noise = (errors / counts).sqrt(), now.logarithms[n:].exp()
-    worst = int((noise / residual.clamp_min(1e-30)).argmax())
-    own, left = float(noise[worst]), float(residual[worst])
-    if own <= RUNAWAY * left:
-        return
-    spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
-    warn(
-        f"The tuned noise of {own:.3g} is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the "
-        f"curvature counts {spent:.4g} of {int(counts[worst])} targets as spent, or the network interpolates. "
-        "Use lp.tuning.noise_from_residuals(posterior), or tune on held-out data.",
-        ConvergenceWarning,
-    )
 
 
 def trained_size(network: Network) -> int:

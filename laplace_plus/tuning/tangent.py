@@ -10,8 +10,6 @@ deep learning", 2022) has θ* in place of the network's weights:
     θ*   = argmin_θ −log p(D | h(θ))/T + ½ ‖θ − μ₀‖²_Λ.
 
 H is the posterior's own curvature at the network's outputs: the simple variant of that paper, which did better there.
-``curvature_at="optimum"`` recomputes it, with the same Jacobian, from the likelihood at ``h(θ*)`` for each θ*. It then
-counts as fixed in the updates of Λ, so that F may fall; with Gaussian noise it does not change.
 
 As θ* is a minimiser, ``∂M/∂log λ_g = ½ (γ_g − λ_g ‖θ* − μ₀‖²_g)`` with the effective parameters
 ``γ_g = tr (H/T + Λ)⁻¹_g H_g/T``. Where it vanishes, MacKay's (1992) fixed point ``λ_g = γ_g / ‖θ* − μ₀‖²_g`` holds.
@@ -30,7 +28,6 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -38,13 +35,10 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import UnsupportedError
-from laplace_plus.io.passes import once
 from laplace_plus.tuning.base import Tunable, TuningResult
 from laplace_plus.tuning.fitted_data import survey
 from laplace_plus.tuning.marginal_likelihood import EvidenceTuner
 from laplace_plus.tuning.objective import EvidencePoint, Objective
-from laplace_plus.tuning.tangent_curvature import curvature_at
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 _COARSE = 0.1
@@ -60,10 +54,6 @@ their rounding error alone."""
 
 _REMEMBERED = 5
 """Steps used in an extrapolation, the usual depth of Anderson's method."""
-
-
-_FALL = 0.1
-"""Nats by which an extrapolation may lower M where H follows θ*: M may fall on the way, but not far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +103,9 @@ class Tangent(EvidenceTuner):
         max_iterations: The number of alternations after which to give up.
         predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum,
             ``f(x) + J(x) (θ* − θ̃)``.
-        curvature_at: The outputs at which the evidence takes H: the ``"network"``'s, or the tangent model's at its
-            ``"optimum"``, which costs one or two more passes for each θ*. Predictions keep the posterior's own H.
         method: How precisions are updated for each θ: ``"marginal_likelihood"`` (to their optimum), ``"mackay"`` (one
             step of the fixed point) or ``"em"`` (one step, slower).
         max_steps: The number of steps after which the convex optimisation of one alternation gives up.
-        keep_jacobian: Whether to keep the Jacobian of all data; None for where it is small.
 
     Raises:
         ConfigurationError: An option that is none of these.
@@ -127,17 +114,14 @@ class Tangent(EvidenceTuner):
     tolerance: float = 1e-2
     max_iterations: int = 100
     predictive_mean: str = "network"
-    curvature_at: str = "network"
     method: str = "marginal_likelihood"
     max_steps: int = 1000
-    keep_jacobian: bool | None = None
 
     passes_over_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
-        checks.choice("place of the curvature", self.curvature_at, ("network", "optimum"))
         checks.choice("method", self.method, ("marginal_likelihood", "mackay", "em"))
         checks.count("max_steps", self.max_steps)
 
@@ -147,26 +131,21 @@ class Tangent(EvidenceTuner):
         """Find the optimum and the hyperparameters jointly; arguments as for :class:`~laplace_plus.Tuner`.
 
         Raises:
-            UnsupportedError: A fit by several processes, or a prior that the posterior's structure does not take.
+            UnsupportedError: A prior that the posterior's structure does not take.
             DataError: Not the data of the fit, or data that come only once.
             NonFiniteError: The loss of the tangent model is not finite.
 
         Warns:
             ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
         """
-        if posterior.group is not None and posterior.group.size > 1:
-            fix = "Save the posterior, load it in one process, and pass data= with all the data."
-            raise UnsupportedError("The tangent model's optimum is sought by one process.", fix=fix)
         data = posterior.training_data.again(self.data, "The tangent model's optimum passes over the training data.")
         objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
         objective = replace(objective, limits=objective.box)
-        model, kept = objective.model, self.keep_jacobian
+        model = objective.model
         survey(model, posterior.network, data, posterior.n_data, progress=progress)
-        tangent = TangentModel(
-            posterior.network, model.likelihood, data, temperature=posterior.temperature, keep_jacobian=kept
-        )
+        tangent = TangentModel(posterior.network, model.likelihood, data, temperature=posterior.temperature)
         ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
-        search = _Alternation(self, objective, tangent, posterior)
+        search = _Alternation(self, objective, tangent)
         now, optimum, trace = search.run(ticks)
         advice = (
             f"and an optimum within {optimum.decrement:.2g} nats after {search.n_iterations} alternations and "
@@ -205,8 +184,8 @@ class Tangent(EvidenceTuner):
 class _Alternation:
     """Maximises F over θ and Λ alternately."""
 
-    def __init__(self, options: Tangent, objective: Objective, tangent: TangentModel, posterior: Tunable):
-        self.options, self.objective, self.tangent, self.posterior = options, objective, tangent, posterior
+    def __init__(self, options: Tangent, objective: Objective, tangent: TangentModel):
+        self.options, self.objective, self.tangent = options, objective, tangent
         self.n_steps = self.n_evaluations = self.n_iterations = 0
 
     def run(self, ticks: Iterator[int]) -> tuple[EvidencePoint, TangentOptimum, list[float]]:
@@ -217,8 +196,7 @@ class _Alternation:
         for _ in itertools.islice(ticks, self.options.max_iterations):
             self.n_iterations += 1
             optimum, now = self._optimum(point, start, accuracy)
-            allowed = 2 * accuracy if self.options.curvature_at == "network" else _FALL
-            if now.value < last - allowed and mixer.used:  # undo the extrapolation
+            if now.value < last - 2 * accuracy and mixer.used:  # undo the extrapolation
                 point, mixer = plain, _Extrapolation()
                 continue
             found = now, optimum
@@ -244,8 +222,7 @@ class _Alternation:
         prior = model.prior(precision)
         factors = model.factors(prior.precision, self.objective.temperature, noise)
         likelihood = model.likelihood if noise is None else model.likelihood.with_noise(noise)
-        search = partial(
-            tangent_optimum,
+        optimum = tangent_optimum(
             self.tangent.with_likelihood(likelihood),
             prior,
             start,
@@ -253,12 +230,8 @@ class _Alternation:
             tolerance=accuracy,
             max_iterations=self.options.max_steps,
         )
-        optimum: TangentOptimum = once("tangent optimum", search)
         self.n_steps += optimum.n_iterations
         self.n_evaluations += 1
-        if self.options.curvature_at == "optimum":
-            model = replace(model, curvature=curvature_at(self.posterior, self.tangent, optimum.vector))
-            self.objective = replace(self.objective, model=model)  # the next search for θ* is preconditioned by it
         at = replace(model, vector=optimum.vector, statistics=optimum.statistics)
         return optimum, replace(self.objective, model=at).at(point)
 

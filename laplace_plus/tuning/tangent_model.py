@@ -14,28 +14,26 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import _memory
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network.batches import Batch
 from laplace_plus.network.capture import Capture
 from laplace_plus.network.gradients import Gradients
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 2 * 2**30
-"""A Jacobian of all data up to this size is kept: a common share of a workstation's memory."""
+"""A Jacobian of all data up to this size is kept: products with it take a tenth of the time of derivatives."""
 
-_MEMORY_ENTRIES = 2**27
-"""Most numbers that L-BFGS stores: 1 GiB in float64."""
+_PAIRS = 20
+"""Steps that L-BFGS remembers."""
 
 
 class Evaluation(NamedTuple):
@@ -75,7 +73,6 @@ class TangentModel:
         data: An iterable of batches that can be started again; the order may change, the examples may not.
         temperature: Divides the log-likelihood.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        keep_jacobian: Whether to keep the Jacobian of all data; by default where it is small.
         progress: Whether to show a progress bar for each pass.
 
     Attributes:
@@ -105,7 +102,6 @@ class TangentModel:
         *,
         temperature: float | Tensor = 1.0,
         chunk_size: int = CHUNK_SIZE,
-        keep_jacobian: bool | None = None,
         progress: bool = False,
     ):
         self.likelihood = resolve_likelihood(likelihood)
@@ -117,11 +113,10 @@ class TangentModel:
                 self.likelihood.validate(outputs, batch.target)
             self.vector = self.network.vector()
             n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
-            if keep_jacobian is None:
-                keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 2)
-            self._counter = [1 + keep_jacobian]
+            self._counter = [1]
             self._kept = None
-            if keep_jacobian:
+            if n_bytes <= _KEPT_BYTES:
+                self._counter[0] += 1
                 batches = self._stream.batches("tangent model", ordered=False)
                 self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
 
@@ -154,14 +149,6 @@ class TangentModel:
                 gradient += line.T @ residual.flatten() if kept else line.pull.one(residual)
         loss = -self.likelihood.log_likelihood(statistics) / self.temperature
         return Evaluation(float(loss), gradient / self.temperature.to(gradient.device), statistics)
-
-    def outputs_at(self, vector: Tensor) -> Iterator[tuple[Batch, Tensor]]:
-        """Every batch with the tangent's outputs ``h(θ, x) [B, *, C]`` at θ ``[P]``, in one pass."""
-        self._counter[0] += 1
-        for batch, line in self._stream.linearizations("tangent model", ordered=False):
-            with torch.no_grad():
-                outputs = line.outputs + line.push((vector.to(self.vector) - self.vector)[None])[0]
-            yield batch, outputs
 
     def _lines(self) -> Iterable[tuple[Any, Tensor, Any]]:
         """Of each batch the target, the outputs at θ̃ and the linearisation; where it is kept, the Jacobian."""
@@ -245,8 +232,7 @@ def tangent_optimum(
     point = torch.zeros_like(origin) if start is None else start.to(origin) - origin
     if not (at := function(point)).is_finite:
         raise _diverged(0, at.value)
-    numbers = min(_MEMORY_ENTRIES, _memory.budget(origin.device) // 48) if _memory.is_given() else _MEMORY_ENTRIES
-    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=max(2, min(20, numbers // (2 * len(origin)))))
+    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=_PAIRS)
     for iteration in range(max_iterations + 1):
         conditioned = scaled(at.gradient)
         decrement = float(at.gradient @ conditioned) / 2

@@ -22,24 +22,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import require_room
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
-from laplace_plus.curvature.structures import DENSE_OUTPUTS
-from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.gradients import evaluate
-from laplace_plus.network.linearization import ADModes, Pullback, linearize
+from laplace_plus.network.linearization import ADModes, linearize
 from laplace_plus.network.network import Network
+from laplace_plus.tuning.deletions import Covariances, factor_covariances, thinned
 from laplace_plus.tuning.laplace import LaplaceModel
-from laplace_plus.tuning.left_out_predictions import thinned
-from laplace_plus.tuning.leverages import Covariances, factor_covariances
 from laplace_plus.tuning.normalized_groups import REST, normalized_groups
 
 LOSS_RATIO, BLOCKS_RATIO = 35.0, 45.0
@@ -94,33 +88,22 @@ def training_end(
 ) -> TrainingEnd:
     """Look at a share of each batch, scaled to all N data, in one pass; ``decay`` is a known δ, ``rank`` a factor's.
 
-    UnsupportedError: torch has no derivatives in all weights, or not the memory. What the loader raises stays as it is.
+    What torch raises where weights outside of the selection have no derivatives, or too large a curvature, stays.
     """
     whole, likelihood, backend = network.selecting("all"), model.likelihood, Native()
-    vector, modes, curvature = whole.vector(), ADModes(), None
+    vector, curvature = whole.vector(), None
     gradient, n_examples = torch.zeros_like(vector), 0
     n_numbers = share * n_data * model.n_outputs
     exact = len(vector) <= max(FEW, min(MANY, DETERMINED * n_numbers)) and n_numbers * len(vector) ** 2 <= OPERATIONS
-    shapes = [item.shape for item in whole.selected if len(item.shape) > 1]
-    blocks = sum((shape[0] ** 2 if shape[0] <= DENSE_OUTPUTS else 0) + shape[1:].numel() ** 2 for shape in shapes)
-    needed = (6 * len(vector) + (3 * len(vector) ** 2 if exact else 2 * blocks)) * vector.itemsize
-    require_room(needed, "the curvature of all weights", vector.device, if_given=True)
     for batch in thinned(iterate(data, device=network.device), share):
         if curvature is None:
             exact = exact and not _is_normalised(whole, batch.inputs)
         structure: Structure = FullStructure() if exact else KroneckerStructure(factor_rank=rank)
-        try:
-            curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
-            flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
-            n_examples += len(outputs)
-            slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
-            gradient += linearize(whole, vector, batch.inputs, modes).pull.one(slope.to(outputs))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as failure:  # torch has one type for a missing derivative and for whatever else goes wrong
-            if "DefaultCPUAllocator" not in str(failure) and _is_differentiable(whole, vector, batch.inputs):
-                raise
-            raise UnsupportedError(str(failure)) from failure
+        curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
+        flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
+        n_examples += len(outputs)
+        slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
+        gradient += linearize(whole, vector, batch.inputs, ADModes()).pull.one(slope.to(outputs))
     assert curvature is not None
     mean = model.prior_mean if model.prior_mean.ndim == 0 else 0.0  # a tensor's is known for the selected weights alone
     away, scale = vector - mean, temperature.to(vector) * n_examples / n_data
@@ -148,15 +131,6 @@ def training_end(
         factors = whole_model.factors(precision, scale)
     covariances = factor_covariances(whole, [factors], "position", model.n_outputs)
     return TrainingEnd(float(precision), stationary, float(decrement), covariances, exact)
-
-
-def _is_differentiable(network: Network, vector: Tensor, inputs: Any) -> bool:
-    """Whether torch can differentiate the outputs in all weights."""
-    with suppress(RuntimeError):
-        point, outputs = evaluate(network, vector, inputs)
-        Pullback(outputs, point, ADModes()).one(torch.ones_like(outputs))
-        return True
-    return False
 
 
 def _is_normalised(network: Network, inputs: Any) -> bool:

@@ -14,7 +14,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.tuning import auto, noise_from_residuals
 from laplace_plus.tuning import training_end as end_module
-from laplace_plus.tuning.left_out_predictions import Deletions
+from laplace_plus.tuning.deletions import Deletions
 from laplace_plus.tuning.training_end import DECAY_RATIO
 
 

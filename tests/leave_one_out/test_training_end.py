@@ -14,7 +14,7 @@ import laplace_plus as lp
 from laplace_plus.errors import NoGainWarning
 from laplace_plus.network.batches import Batch
 from laplace_plus.tuning import training_end as end_module
-from laplace_plus.tuning.left_out_predictions import thinned
+from laplace_plus.tuning.deletions import thinned
 from laplace_plus.tuning.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
 
 

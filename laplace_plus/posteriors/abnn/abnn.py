@@ -44,7 +44,7 @@ from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import Prediction, from_samples
 from laplace_plus.tuning import Tuner, TuningResult, Validation
 from laplace_plus.tuning.base import require_only, tunes_noise
-from laplace_plus.tuning.left_out_predictions import INTERPOLATION
+from laplace_plus.tuning.deletions import INTERPOLATION
 
 _WHY = "Fine-tuning passes over the data again and again."
 

@@ -1,0 +1,335 @@
+"""Leaving out each datum of a Gaussian posterior in a pass over the data, without refitting.
+
+A datum has the output covariance ``V = J Σ Jᵀ`` under the posterior. Its negative log-likelihood has the Hessian ``Λ``
+and the gradient ``g`` by its outputs ``f``. Without the datum's own term in the posterior precision,
+
+    f₋ₙ = f + (I − V Λ)⁻¹ V g,        V₋ₙ = (I − V Λ)⁻¹ V.
+
+For linear-Gaussian models both are exact (Allen, 1974, "The relationship between variable selection and data
+augmentation and a method for prediction"). Otherwise ``f₋ₙ`` is one Newton step from the optimum of all the data
+(Pregibon, 1981, "Logistic regression diagnostics"; Rad and Maleki, 2020, "A scalable estimate of the out-of-sample
+prediction error via approximate leave-one-out cross-validation"). The eigenvalues of ``V Λ`` are the datum's leverages.
+They lie below one where the posterior's curvature is the exact Gauss-Newton matrix of these data. With Kronecker
+factors or diagonals they may exceed one, and the formula is then meaningless.
+
+Two priors enter, and must be kept apart. The displacement ``f₋ₙ − f`` undoes the effect of training, so it belongs to
+the prior of *training* (its weight decay). The covariance ``V₋ₙ`` belongs to the posterior that is to be used. If one
+precision served both with the weights held fixed, a large precision would remove the displacement. The left-out loss
+would then equal the training loss, and would always look best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from laplace_plus import checks
+from laplace_plus.curvature import FullStructure, Layout, Native
+from laplace_plus.errors import DataError, NotPositiveDefiniteError, SelectionError
+from laplace_plus.network.batches import Batch, batch_size, can_be_cut, cut, iterate
+from laplace_plus.network.network import Network
+from laplace_plus.network.selection import tied_names
+from laplace_plus.predictive.linearized import functional_posteriors
+from laplace_plus.priors import as_hyperparameter
+from laplace_plus.structured import Factor
+from laplace_plus.tuning.base import Tunable
+from laplace_plus.tuning.fitted_data import FittedData
+from laplace_plus.tuning.laplace import LaplaceModel
+
+Leverages = Literal["own", "full", "last_layer", "first_order"]
+Unit = Literal["example", "position"]
+
+Covariances = Callable[[Any, Tensor], list[Tensor]]
+"""Maps a batch's inputs and outputs ``[B, *, C]`` to one ``V = J Σ Jᵀ [U, b, b]`` for each posterior.
+
+The U deletion units have b outputs each.
+"""
+
+INTERPOLATION = 0.01
+"""Mean training loss in nats below which a classifier counts as interpolating: gradients at its data vanish.
+
+An interpolating network had a leave-one-out loss of 0.000 where its test loss was 0.97.
+"""
+
+
+def leave_out(
+    covariance: Tensor, root: Tensor, gradient: Tensor, *, first_order: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Remove each deletion unit's own term: its leverages ``[U, r]``, ``f₋ₙ − f`` ``[U, b]`` and ``V₋ₙ [U, b, b]``.
+
+    Given are V ``[U, b, b]``, a root S of ``Λ = S Sᵀ`` and the gradient g. The symmetric ``SᵀVS = Q diag(l) Qᵀ`` has
+    the eigenvalues of ``V Λ``. Then ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``. In first order
+    these are 0, ``V g`` and V.
+    """
+    covariance, root, gradient = covariance.double(), root.double(), gradient.double()
+    if first_order:
+        return root.new_zeros(root.shape[0], root.shape[-1]), (covariance @ gradient[..., None])[..., 0], covariance
+    product = covariance @ root
+    inner = root.mT @ product
+    leverages, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+    product = product @ vectors
+    # The caller refuses leverages of one and more. Here they must only not divide by zero.
+    rest = (1 - leverages).masked_fill(leverages == 1, torch.finfo(leverages.dtype).tiny)
+    left = covariance + (product / rest[:, None]) @ product.mT
+    return leverages, (left @ gradient[..., None])[..., 0], left
+
+
+@dataclass(frozen=True)
+class DeletionBatch:
+    """One batch's leave-one-out quantities.
+
+    Attributes:
+        outputs: f, ``[U', *, C]`` float64, of the deletion units that are not ignored.
+        targets: Their targets.
+        kept: Index of these units in the batch.
+        root: S with ``Λ = S Sᵀ`` at the likelihood's noise, ``[U, b, r]``.
+        gradient: g at the likelihood's noise, ``[U, b]``.
+        leverages: Of the U' units at the displacement's prior, ``[U', r]``.
+        mean: ``f₋ₙ``, shaped like ``outputs``.
+        covariances: V under the posterior at each requested point, ``[U, b, b]``.
+    """
+
+    outputs: Tensor
+    targets: Tensor
+    kept: Tensor | slice
+    root: Tensor
+    gradient: Tensor
+    leverages: Tensor
+    mean: Tensor
+    covariances: tuple[Tensor, ...]
+
+    def by_position(self, covariance: Tensor) -> Tensor:
+        """The covariance ``[U', *, C, C]`` of each position's outputs, from the units' ``[U, b, b]``."""
+        covariance, size = covariance.double()[self.kept], self.outputs.shape[-1]
+        n, count = len(self.outputs), covariance.shape[-1] // size
+        blocks = covariance.view(n, count, size, count, size).diagonal(dim1=1, dim2=3)  # [U', C, C, M]
+        return blocks.movedim(-1, 1).reshape(*self.outputs.shape, size)
+
+
+class Deletions:
+    """Passes over the data of the fit that leave out each deletion unit.
+
+    Displacements have a prior precision, a noise (None for the likelihood's) and a curvature of their own; or they come
+    from covariances that are ``displacing``.
+
+    Attributes:
+        limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
+        share: Of each batch's examples, how many are left out, evenly spread. Below one, a pass does not check that the
+            data are those of the fit.
+        n_examples, n_observations: How many the last pass went over.
+        most: Of each example's positions, how many are left out, evenly spread; None for all.
+        inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
+            displace them: then residuals grow by a factor.
+        without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
+    """
+
+    n_examples, n_observations = 0, 0.0
+    inflation: Tensor | None = None
+    without_own = False
+
+    def __init__(
+        self,
+        posterior: Tunable,
+        data: Iterable[Any],
+        precision: Tensor,
+        noise_std: Any,
+        leverages: Leverages,
+        unit: Unit,
+        *,
+        share: float = 1.0,
+        most: int | None = None,
+        displacing: Covariances | None = None,
+    ):
+        checks.choice("leverages", leverages, get_args(Leverages))
+        checks.choice("unit", unit, get_args(Unit))
+        self.share, self.most, self.displacing = share, most, displacing
+        self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
+        self.temperature = posterior.temperature.detach()
+        self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
+        self.leverages = leverages
+        self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
+        if noise_std is not None:
+            self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
+        if displacing is None and leverages in ("full", "last_layer"):
+            point = precision, self.temperature, noise_std
+            self.displacing = exact_covariances(leverages, self.model, self.network, data, point, unit)
+
+    def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
+        """Pass over the data once.
+
+        Args:
+            points: Pairs of a prior precision and a noise level, at which the posterior's covariance is wanted.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            DataError: After the last batch: other data than were fitted to.
+            LabelError: Targets that do not fit.
+            OutputError: Outputs that do not fit.
+        """
+        model, likelihood = self.model, self.model.likelihood
+        fitted = FittedData(model, self.network, self.n_data)
+        wanted = [(self.precision, self.noise_std), *points] if self.displacing is None else list(points)
+        sets = model.factor_sets(wanted, self.temperature)
+        own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
+        loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
+        for batch in thinned(loader, self.share):
+            raw = self.network.forward(batch.inputs)
+            likelihood.validate(raw, batch.target)
+            fitted.add(raw, batch.target)
+            outputs = raw.double()
+            flat, targets, weight = likelihood.rows(outputs, batch.target)
+            root = likelihood.output_root(flat, targets) * weight[:, None, None]
+            gradient = likelihood.gradient(flat, targets) * weight[:, None]
+            groups = [likelihood.output_groups(size).to(root.device) for size in (root.shape[-1], flat.shape[-1])]
+            kept: Tensor | slice = slice(None)
+            if self.unit == "position":
+                kept = places = weight.nonzero()[:, 0]
+                if self.most is not None and self.most * len(outputs) < len(places):
+                    kept = places[torch.linspace(0, len(places) - 1, self.most * len(outputs)).round().long()]
+                outputs, targets = flat[kept], targets[kept]
+            else:
+                targets, count = batch.target, len(flat) // len(outputs)
+                # Block-diagonal roots [B, M·C, M·r] of examples, from those [B·M, C, r] of positions.
+                eye = torch.eye(count, dtype=root.dtype, device=root.device)
+                root = torch.einsum("bmcr,mn->bmcnr", root.unflatten(0, (-1, count)), eye).flatten(3).flatten(1, 2)
+                gradient = gradient.reshape(len(outputs), -1)
+                groups = [group.repeat(count) for group in groups]
+            covariances = own(batch.inputs, raw)
+            if self.displacing is not None:
+                covariances = [*self.displacing(batch.inputs, raw), *covariances]
+
+            at = self._at(root, gradient, groups, self.noise_std)
+            leverages, shift, _ = leave_out(covariances[0], *at, first_order=self.leverages == "first_order")
+            if self.inflation is not None:
+                shift = at[1] * self.inflation.to(shift)
+            mean = outputs + shift[kept].reshape(outputs.shape)
+            own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
+            yield DeletionBatch(outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
+        self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
+        if self.share == 1:
+            fitted.check()
+
+    def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
+        """Root and gradient of the tempered log-likelihood at a noise level, from those at unit noise."""
+        weights = self.model.likelihood.curvature_weights(noise_std) / self.temperature.double()
+        weights = weights.to(gradient)
+        return root * weights.sqrt()[groups[0]], gradient * weights[groups[1]]
+
+    def check(self, largest: Sequence[Tensor]) -> None:
+        """Raise :class:`NotPositiveDefiniteError` if largest leverages of some data are one or more."""
+        values = torch.cat(list(largest))
+        above = int((values >= self.limit).sum())
+        if above:
+            fix = "Use the prior precision that training had (a larger one), or float64."
+            if self.leverages == "own":
+                fix = "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
+                fix += 'leverages="full", or leverages="last_layer" in larger networks.'
+            raise NotPositiveDefiniteError(
+                f"{above} of {len(values)} data have a leverage of one or more: without such a datum, the posterior "
+                "precision is not positive definite.",
+                expected="leverages below 1, as of the exact Gauss-Newton matrix of these data",
+                got=f"a largest leverage of {float(values.max()):.3g}",
+                fix=fix,
+            )
+
+
+def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
+    """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
+    owed = 1.0
+    for batch in batches:
+        size = len(batch.target)
+        count = round(share * size)
+        if not count:  # of many small batches, some give one example
+            owed += share * size
+            count = int(owed)
+            owed -= count
+        if share == 1 or not can_be_cut(batch.inputs, size):
+            yield batch
+        elif count:
+            chosen = torch.linspace(0, size - 1, count).round().long().tolist()
+            yield Batch(cut(batch.inputs, chosen), batch.target[chosen])
+
+
+def factor_covariances(
+    network: Network,
+    factor_sets: Sequence[Mapping[str, Factor]],
+    unit: Unit,
+    n_outputs: int,
+    layouts: Sequence[Layout] | None = None,
+) -> Covariances:
+    """Covariances from factorised posterior precisions, one set of factors for each posterior."""
+    options: dict[str, Any] = {"expected_outputs": n_outputs, "layouts": layouts}
+
+    def covariances(inputs: Any, outputs: Tensor) -> list[Tensor]:
+        if unit == "position" or outputs.shape[1:-1].numel() == 1:
+            found = functional_posteriors(network, factor_sets, inputs, **options)
+            return [posterior.covariance.reshape(-1, n_outputs, n_outputs) for posterior in found]
+        size, count = outputs[0].numel(), batch_size(inputs)
+        if not can_be_cut(inputs, count):
+            what = "Leaving out an example with several positions requires running each example alone."
+            expected = "inputs whose tensors all have the examples along their first axis"
+            raise DataError(what, expected=expected, fix='Pass unit="position", which leaves out one at a time.')
+        each = []
+        for example in range(count):
+            one = cut(inputs, slice(example, example + 1))
+            found = functional_posteriors(network, factor_sets, one, joint=True, **options)
+            each.append([posterior.covariance.reshape(1, size, size) for posterior in found])
+        return [torch.cat(column) for column in zip(*each, strict=True)]
+
+    return covariances
+
+
+def exact_covariances(
+    leverages: Leverages,
+    model: LaplaceModel,
+    network: Network,
+    data: Iterable[Any],
+    point: tuple[Any, Any, Any],
+    unit: Unit,
+) -> Covariances:
+    """Covariances under the exact Gauss-Newton matrix, of all selected parameters or of the last layer.
+
+    ``point`` is a prior precision, a temperature and a noise level. One pass over the data, for a P × P matrix of
+    whichever size; leverages of the exact matrix lie below one at any prior. With the last layer, the other parameters
+    are held fixed. SelectionError where the posterior has no prior on the last layer.
+    """
+    (precision, temperature, noise_std), whole = point, network
+    if leverages == "last_layer":
+        network = whole.selecting("last_layer")
+    backend, curvature = Native(), None
+    for batch in iterate(data, device=network.device, description="curvature for leave-one-out"):
+        curvature, _ = backend.accumulate(curvature, network, model.likelihood, batch, FullStructure())
+    assert curvature is not None
+    exact = replace(model, curvature=curvature, backend=backend)
+    if leverages == "last_layer":
+        exact, precision = _on_last_layer(exact, whole, network, model.prior(precision).vector().detach())
+    factors = exact.factors(exact.prior(precision).precision, temperature, noise_std)
+    return factor_covariances(network, [factors], unit, model.n_outputs)
+
+
+def _on_last_layer(
+    model: LaplaceModel, whole: Network, last: Network, precision: Tensor
+) -> tuple[LaplaceModel, Tensor]:
+    """The model with the last layer's weights and prior mean, and the last layer's precisions out of ``[P]``."""
+    starts, sizes = dict(whole.offsets), {item.name: item.size for item in whole.selected}
+    for first, others in tied_names(whole.model).items():
+        for name in others if first in starts else ():  # one use has the prior of all
+            starts[name], sizes[name] = starts[first], sizes[first]
+    missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
+    if missing:
+        what = "The posterior is not over the last layer, and has no prior there."
+        expected, got = f"a selection with {', '.join(missing)}", f"{', '.join(whole.parameter_names[:4])} …"
+        raise SelectionError(what, expected=expected, got=got, fix='Use leverages="full".')
+    index = torch.cat([torch.arange(starts[item.name], starts[item.name] + item.size) for item in last.selected])
+    own, mean = precision[index.to(precision.device)], as_hyperparameter(model.prior_mean)
+    model = replace(
+        model,
+        vector=last.vector(),
+        layer_index=last.layer_index(),
+        prior_mean=mean if mean.ndim == 0 else mean[index.to(mean.device)],
+    )
+    return model, own[0] if bool((own == own[0]).all()) else own
