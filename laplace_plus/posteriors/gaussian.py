@@ -285,53 +285,6 @@ class GaussianPosterior(Moments):
             noise_std,
         )
 
-    @full_precision
-    def leave_one_out(
-        self,
-        data: Iterable[Any] | None = None,
-        *,
-        prior_precision: float | Tensor | None = None,
-        noise_std: float | Tensor | None = None,
-        kappa: float = 1.0,
-        leverages: Literal["own", "full", "last_layer", "first_order"] = "own",
-        unit: Literal["example", "position"] = "example",
-        progress: bool = False,
-    ) -> Any:
-        """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.tuning`.
-
-        Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean
-        depends on the prior of training, the covariance on the posterior's own.
-
-        Args:
-            data: The data that the posterior was fitted to; by default the loaders that :meth:`fit` saw.
-            prior_precision: That of training, for the displacement; by default the posterior's.
-            noise_std: Gaussian noise that belongs to it; by default the posterior's.
-            kappa: Factor on it; 1 is the formula.
-            leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
-                ``"last_layer"``, of the last layer's, or none, ``"first_order"``, all with this posterior's ``V``.
-            unit: ``"example"``, or ``"position"`` to leave out single tokens or pixels.
-            progress: Whether to show a progress bar.
-
-        Returns:
-            :class:`~laplace_plus.tuning.LeaveOneOutPredictions`.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: Unknown choices, or what does not fit into the memory budget.
-            DataError: Other data than were fitted to, or none.
-            NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
-        """
-        return GAUSSIAN_TUNERS["leave_one_out"].predictions(
-            self,
-            data,
-            prior_precision=prior_precision,
-            noise_std=noise_std,
-            kappa=kappa,
-            leverages=leverages,
-            unit=unit,
-            progress=progress,
-        )
-
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
     @property

@@ -250,7 +250,7 @@ class Auto:
             return training, training_end(model, network, data, n_data, share, temperature, decay, rank), ""
         except DataError:
             raise
-        except (LaplacePlusError, RuntimeError) as failure:
+        except (LaplacePlusError, torch.linalg.LinAlgError) as failure:
             # Weights outside of the selection may have no derivatives, or too large a curvature.
             return training, None, f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
 

@@ -141,6 +141,7 @@ def leave_one_out(
         NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
     """
     require_leave_one_out(posterior)
+    likelihood = posterior.laplace_model().likelihood
     checks.positive("kappa", kappa)
     precision = posterior.prior_precision.detach()
     training = kappa * (precision if prior_precision is None else as_hyperparameter(prior_precision).detach())
@@ -164,7 +165,6 @@ def leave_one_out(
         got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in parts}))
         what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
         raise DataError(what, expected="as many positions in every batch", got=got, fix=fix) from error
-    likelihood = deletions.model.likelihood
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
 
 

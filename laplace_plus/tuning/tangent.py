@@ -18,14 +18,11 @@ This joint stationary point of θ and Λ is found by alternation. Each half maxi
     F(θ, Λ) = log p(D | h(θ))/T − ½ ‖θ − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T)
 
 over one argument, in which it is concave (in log Λ; see :mod:`laplace_plus.tuning.objective`), so F never falls.
-Anderson's (1965) extrapolation shortens the way, and is undone wherever M falls.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -51,9 +48,6 @@ chance, and a far more accurate θ for precisions that still change would be los
 _NEAR = 1e-4
 """Derivatives up to which fixed-point steps replace line searches, which compare values and so resolve the root of
 their rounding error alone."""
-
-_REMEMBERED = 5
-"""Steps used in an extrapolation, the usual depth of Anderson's method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,17 +184,12 @@ class _Alternation:
 
     def run(self, ticks: Iterator[int]) -> tuple[EvidencePoint, TangentOptimum, list[float]]:
         """Alternate until the tolerance is met: the last point, θ* there, and all values."""
-        tolerance, accuracy, mixer = self.options.tolerance, _COARSE, _Extrapolation()
-        point, start, last, trace = self.objective.start(), None, -math.inf, []
-        plain = point
+        tolerance, accuracy = self.options.tolerance, _COARSE
+        point, start, trace = self.objective.start(), None, []
         for _ in itertools.islice(ticks, self.options.max_iterations):
             self.n_iterations += 1
             optimum, now = self._optimum(point, start, accuracy)
-            if now.value < last - 2 * accuracy and mixer.used:  # undo the extrapolation
-                point, mixer = plain, _Extrapolation()
-                continue
-            found = now, optimum
-            start, last = optimum.vector, now.value
+            start = optimum.vector
             trace.append(now.value)
             finest = self._finest(now, optimum)
             if now.norm <= tolerance:
@@ -208,12 +197,10 @@ class _Alternation:
                     break
                 accuracy = max(finest, _REFINED * accuracy)  # only the optimum's accuracy is missing
                 continue
-            plain = self._update(now)
+            point = self._update(now)
             # Compute θ only as accurately as the next update of Λ needs.
             accuracy = max(finest, min(accuracy, max(0.01 * now.norm**2, _REFINED * accuracy)))
-            low, high = self.objective.box
-            point = mixer(point, plain).clamp(low, high)
-        return *found, trace
+        return now, optimum, trace
 
     def _optimum(self, point: Tensor, start: Tensor | None, accuracy: float) -> tuple[TangentOptimum, EvidencePoint]:
         """θ* at some hyperparameters, and the evidence with θ* in place of θ̃."""
@@ -254,25 +241,3 @@ class _Alternation:
         best, evaluations = now.ascend(self.options.tolerance, 2000, itertools.count())
         self.n_evaluations += evaluations
         return best.logarithms
-
-
-class _Extrapolation:
-    """Anderson's (1965) extrapolation of a fixed-point iteration, from a few of its last steps."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
-        self.used = False
-
-    def __call__(self, point: Tensor, image: Tensor) -> Tensor:
-        """The next point, after a point and its image under the iteration."""
-        self._steps.append((point, image - point))
-        points, residuals = (torch.stack(part, 1) for part in zip(*self._steps, strict=True))
-        moves, changes = (values[:, -1:] - values[:, :-1] for values in (points, residuals))
-        gram = changes.T @ changes
-        self.used = len(gram) > 0 and bool(gram.isfinite().all()) and float(gram.diagonal().min()) > 0
-        if not self.used:
-            return image
-        gram.diagonal().add_(1e-10 * gram.diagonal().mean())  # the last changes may be nearly parallel
-        step = image - point - (moves + changes) @ torch.linalg.solve(gram, changes.T @ (image - point))
-        # At most a factor of ten beyond the plain step in each hyperparameter.
-        return point + step.clamp(image - point - math.log(10), image - point + math.log(10))

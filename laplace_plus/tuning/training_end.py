@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.linearization import ADModes, linearize
 from laplace_plus.network.network import Network
@@ -88,7 +89,7 @@ def training_end(
 ) -> TrainingEnd:
     """Look at a share of each batch, scaled to all N data, in one pass; ``decay`` is a known δ, ``rank`` a factor's.
 
-    What torch raises where weights outside of the selection have no derivatives, or too large a curvature, stays.
+    UnsupportedError: torch has no derivatives in all weights, or not the memory.
     """
     whole, likelihood, backend = network.selecting("all"), model.likelihood, Native()
     vector, curvature = whole.vector(), None
@@ -99,11 +100,14 @@ def training_end(
         if curvature is None:
             exact = exact and not _is_normalised(whole, batch.inputs)
         structure: Structure = FullStructure() if exact else KroneckerStructure(factor_rank=rank)
-        curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
-        flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
-        n_examples += len(outputs)
-        slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
-        gradient += linearize(whole, vector, batch.inputs, ADModes()).pull.one(slope.to(outputs))
+        try:
+            curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
+            flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
+            n_examples += len(outputs)
+            slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
+            gradient += linearize(whole, vector, batch.inputs, ADModes()).pull.one(slope.to(outputs))
+        except RuntimeError as failure:  # torch has one type for a missing derivative and whatever else goes wrong
+            raise UnsupportedError(str(failure)) from failure
     assert curvature is not None
     mean = model.prior_mean if model.prior_mean.ndim == 0 else 0.0  # a tensor's is known for the selected weights alone
     away, scale = vector - mean, temperature.to(vector) * n_examples / n_data

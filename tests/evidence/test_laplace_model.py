@@ -10,7 +10,6 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.tuning import laplace as laplace_module
 
 
 def ekfac(*args, **kwargs):
@@ -168,25 +167,3 @@ def test_bad_precisions_are_refused_at_every_evaluation():
     for bad in (0.0, -1.0, math.nan, math.inf, [1.0, math.nan], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigurationError, match="prior precision"):
             posterior.log_marginal_likelihood(torch.tensor(bad))
-
-
-@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
-@pytest.mark.parametrize("n_noise", [1, 3])
-@pytest.mark.parametrize("name", CLASSES)
-def test_validation_is_the_same_where_factors_are_computed_on_demand(name, n_noise, monkeypatch):
-    noise = torch.tensor(0.5 if n_noise == 1 else [0.4, 0.5, 0.6], dtype=torch.float64)
-    found = []
-    for n_bytes in (1, 2**30):
-        posterior, x, y = fitted(name, lp.Gaussian(noise))
-        monkeypatch.setattr(laplace_module, "MANY_FACTORS", n_bytes)
-        sets = posterior.laplace_model().factor_sets([(0.5, noise), (2.0, noise), (3.0, 2 * noise)])
-        on_demand = isinstance(sets[0], laplace_module.FactorsOnDemand)
-        assert on_demand == (n_bytes == 1 and n_noise == 1)
-        alone = posterior.laplace_model().factors(torch.tensor(3.0), noise_std=2 * noise)
-        assert list(sets[2]) == list(alone)
-        for key, factor in alone.items():
-            torch.testing.assert_close(sets[2][key].variances(), factor.variances())
-        posterior.fit_prior_precision("validation", data=[(x, y)], grid=[0.1, 1.0, 10.0])
-        found.append((posterior.prior_precision, posterior.tuning.value))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-10)

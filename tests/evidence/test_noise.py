@@ -12,7 +12,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
-from laplace_plus.tuning import noise_from_residuals
+from laplace_plus.tuning import noise, noise_from_residuals
 
 
 def linear(n, size, outputs=1, noise=0.3, seed=0):
@@ -103,15 +103,12 @@ def test_noise_that_runs_away_is_named_and_replaced():
             posterior.fit_prior_precision("marginal_likelihood", tune_noise=False)
 
 
-def test_what_is_affordable():
-    net, x, y, held_out = trained(steps=20)
-    posterior = lp.KFAC(net, "regression").fit([(x, y)])
+def test_where_the_tangent_takes_too_long_half_the_numbers_count_as_spent(monkeypatch):
+    monkeypatch.setattr(noise, "_OPERATIONS", 0.0)
+    net, x, y, _ = trained(steps=20)
+    estimate = noise_from_residuals(lp.KFAC(net, "regression").fit([(x, y)]))
     residual = (net(x) - y).detach().square().mean().sqrt().double()
-    for n_bytes, route in ((300_000, "last_layer"), (10_000, "capped")):
-        posterior.memory_budget = n_bytes
-        estimate = noise_from_residuals(posterior)
-        assert estimate.route == route
-        assert 0.999 * residual <= estimate.noise_std <= 1.42 * residual
+    assert estimate.route == "parameters"
     torch.testing.assert_close(estimate.noise_std, 2**0.5 * residual, rtol=1e-5, atol=0)
 
 

@@ -15,7 +15,7 @@ from laplace_plus import checks
 from laplace_plus.applications.fields.displaced import Displaced, Render, rows
 from laplace_plus.applications.fields.grid import Grid
 from laplace_plus.curvature import Backend, Curvature, Layout, Native, Structure
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import independent_variances
@@ -238,12 +238,6 @@ class SpatialField(GaussianPosterior):
         products = (moved * slopes).sum(-1) if outputs == "diagonal" else moved @ slopes.mT
         found = products.new_zeros(size, *products.shape[1:]).index_add(0, ray, products)
         return FunctionalPosterior(mean, independent_variances(mean, found) if outputs == "independent" else found)
-
-    @override
-    def leave_one_out(self, *args: Any, **options: Any) -> Any:
-        """UnsupportedError: the curvature is that of another interpolation than the predictions'."""
-        fix = 'Compare predictions on held-out rays: fit_prior_precision("validation", data=...).'
-        raise UnsupportedError("A spatial field has no leave-one-out predictions.", fix=fix)
 
     @full_precision
     def covariance(self, x: Tensor) -> Tensor:
