@@ -142,7 +142,6 @@ def asymmetries() -> Pairs:
 
 ESTIMATES: dict[str, tuple[Callable[[], Pairs], float]] = {  # and the largest coverage that the docs allow
     "trace, hutchinson": (lambda: traces("hutchinson"), 0.97),
-    "trace, hutch++": (lambda: traces("hutch++"), 0.97),
     "trace, xtrace": (lambda: traces("xtrace"), 0.97),
     "trace, xnystrace": (lambda: traces("xnystrace"), 0.97),
     "trace, xtrace, steep spectrum": (lambda: traces("xtrace", STEEP), 1.0),

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
 from laplace_plus.linalg.linear_maps import require_finite
@@ -96,8 +95,6 @@ def estimate_scalar_curvature(
     surface, n = _Surface(landscape, point), len(point)
     checks.count("probes", probes, 2)
     checks.count("deflate", deflate, 0)
-    if deflate > n:
-        raise ConfigurationError("deflate is out of range.", expected=f"deflate <= {n}", got=repr(deflate))
     basis = point.new_zeros(0, n)
     if deflate:
         options: Any = {"generator": generator, "dtype": point.dtype, "device": point.device}
@@ -137,9 +134,7 @@ class _Surface:
     """A landscape at one point: its gradient, and products with its Hessian."""
 
     def __init__(self, landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor):
-        if point.ndim != 1 or not len(point) or not point.is_floating_point():
-            got = f"{list(point.shape)} of {point.dtype}"
-            raise ConfigurationError("point must be a vector.", expected="a floating-point tensor [P]", got=got)
+        checks.shape("point", point, [None])
         self._landscape = landscape if isinstance(landscape, Landscape) else FunctionLandscape(landscape)
         self._point, self.count = point.detach(), 0
         self.gradient = self._landscape.gradient(self._point[None])[0]

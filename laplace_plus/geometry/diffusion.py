@@ -78,8 +78,8 @@ class Diffusion:
         checks.choice("backend", self.backend, get_args(Backend))
         checks.count("n_steps", self.n_steps, 1)
         checks.count("rank", self.rank, 1)
-        if self.rtol is not None and not 0 <= self.rtol < 1:
-            raise ConfigurationError("rtol is out of range.", expected="0 <= rtol < 1", got=repr(self.rtol))
+        if self.rtol is not None:
+            checks.number("rtol", self.rtol, least=0.0, most=1.0)
         if self.kind != "kernel" and self.backend in _PROJECTIONS:
             what, expected = "A projection gives no eigenvalues.", 'kind="kernel", or backend="lanczos" or "svd"'
             raise ConfigurationError(what, expected=expected, got=f"kind={self.kind!r} with backend={self.backend!r}")

@@ -21,12 +21,12 @@ steps, and crossed as a geodesic crosses them (:meth:`GraphMetric.refracted`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.integration import GeodesicResult, integrate
 from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, Landscape
@@ -133,8 +133,9 @@ def _derivatives(landscape: Surface, k: int) -> Callable[[Tensor, Tensor, Tensor
 
 def check_settings(rtol: float, atol: float, max_evaluations: int, max_energy_change: float) -> None:
     """Raise :class:`ConfigurationError` for settings out of range."""
-    whole = isinstance(max_evaluations, int) and not isinstance(max_evaluations, bool)
-    if not (0 < rtol < 1 and 0 < atol < math.inf and max_energy_change > 0 and whole and max_evaluations >= 1):
-        expected = "0 < rtol < 1, atol > 0, max_energy_change > 0 and an integer max_evaluations >= 1"
-        got = f"rtol={rtol}, atol={atol}, max_energy_change={max_energy_change}, max_evaluations={max_evaluations!r}"
-        raise ConfigurationError("Bad settings of a geodesic's solver.", expected=expected, got=got)
+    checks.number("rtol", rtol, above=0.0, most=1.0)
+    checks.positive("atol", atol)
+    checks.count("max_evaluations", max_evaluations)
+    if not max_energy_change > 0:  # infinity takes all steps
+        what = "max_energy_change is out of range."
+        raise ConfigurationError(what, expected="a number > 0", got=repr(max_energy_change))

@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.network.linearization import Checked
+
+T = TypeVar("T")
 
 Scalar = Callable[[Tensor], Tensor]
 """From ``[P]`` to a 0-d tensor."""
@@ -98,7 +100,39 @@ def gradients(function: Scalar, points: Tensor) -> Tensor:
     return result
 
 
-class SecondOrder(Checked):
+class Ways:
+    """Faster ways to the same derivatives, each compared at its first use with what is known to be right.
+
+    ``right`` says whether a way gave right results, as far as it was tried; ``reason`` why the last that failed did so.
+    """
+
+    def __init__(self) -> None:
+        self.right: dict[Any, bool] = {}
+        self.reason = ""
+
+    def attempt(self, way: Any, compute: Callable[[], T], agrees: Callable[[T], bool | None]) -> T | None:
+        """``compute()``, or None where this way is wrong or fails.
+
+        ``agrees`` judges the first result; with None it leaves the decision to the next one.
+        """
+        if self.right.get(way) is False:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about slow batching rules and torch's own imports
+                found = compute()
+                verdict = self.right.get(way) or agrees(found)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what torch raises where an operation has no such rule or derivative
+            self.right[way], self.reason = False, f": {error}"
+            return None
+        if verdict is not None:
+            self.right[way] = verdict
+        return None if verdict is False else found
+
+
+class SecondOrder(Ways):
     """Gradients with Hessian-vector products of one function, or of a network's loss on different batches.
 
     They come from two backward passes, mapped over the points where that works. Not every operation has a batching rule

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from laplace_plus import _memory
 from laplace_plus.curvature.operators import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError, warn
@@ -31,7 +29,6 @@ from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.gradients import forward_parts, pieces
 from laplace_plus.network.linearization import Linearization, linearize
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
@@ -39,16 +36,12 @@ from laplace_plus.priors import GaussianPrior
 _KEPT_BYTES = 256 * 2**20
 """Largest size of data, or of their Jacobian, that stay in memory: little for any machine."""
 
-_CACHE = 96 << 20
-"""Bytes of second derivatives that a CPU takes together. Measured: beyond this size the tensors leave the caches, and a
-small image network's passes take twice as long together as one after the other."""
-
 
 class LossLandscape(Landscape):
     """The negative log-posterior of (some of) a network's parameters, summed over the data.
 
-    Small data sets are kept, in batches as large as the memory budget allows where the outputs do not depend on the
-    batching; others are streamed. Points go through the network ``chunk_size`` at a time.
+    Small data sets are kept, others are streamed, in batches as the loader yields them. Points go through the network
+    ``chunk_size`` at a time.
 
     Args:
         network: The network, or a module of which all parameters that require gradients are taken.
@@ -124,31 +117,15 @@ class LossLandscape(Landscape):
 
     def _survey(self) -> list[Batch] | None:
         """Check the data in one pass; the batches if they are few, else None."""
-        room = _memory.budget(self.network.device)
         kept: list[Batch] = []
-        seen: list[Tensor] = []
         total = 0
         with exact_arithmetic(self.network):
             for batch, outputs in self._stream.survey("loss landscape: data"):
                 self.likelihood.validate(outputs, batch.target)
                 total += sum(leaf.nbytes for leaf in _leaves(batch) if isinstance(leaf, Tensor))
-                if total <= min(_KEPT_BYTES, room // 4):
+                if total <= _KEPT_BYTES:
                     kept.append(batch)
-                    seen.append(outputs.flatten())
-            if total > min(_KEPT_BYTES, room // 4):
-                return None
-            joined = _joined(kept, room // (self._bytes_at_one_point() * self._stream.chunk_size))
-            if joined is kept:
-                return kept
-            # A network may look at the whole batch: only where its outputs stay the same are batches joined.
-            before, after = torch.cat(seen), torch.cat([self.network.forward(b.inputs).flatten() for b in joined])
-            tolerance = max(1e-4, torch.finfo(before.dtype).eps ** 0.5)
-            same = after.shape == before.shape and bool((after - before).norm() <= tolerance * before.norm())
-            return joined if same else kept
-
-    def _bytes_at_one_point(self) -> int:
-        """Memory of an example's second derivatives: about four times what a plain backward pass takes."""
-        return 4 * (self.network.bytes_per_example or 1)
+        return kept if total <= _KEPT_BYTES else None
 
     def _batches(self) -> Iterable[Batch]:
         return self._stream.batches("loss landscape", ordered=False) if self._kept is None else self._kept
@@ -184,7 +161,7 @@ class LossLandscape(Landscape):
         result = []
         for own, chosen in zip(parts, indices, strict=True):
             subset = copy.copy(self)
-            subset._kept, subset.n_data = _joined(own, len(chosen)), len(chosen)
+            subset._kept, subset.n_data = _joined(own), len(chosen)
             subset.scale = self.scale * self.n_data / len(chosen)
             subset._tangents = subset._kept_tangents()
             result.append(subset)
@@ -195,8 +172,7 @@ class LossLandscape(Landscape):
 
         Measured: derivatives of a small network's tangent are 2 to 10 times as fast with them.
         """
-        size, room = self._stream.n_outputs * self.vector.nbytes, _memory.budget(self.network.device) // 4
-        if not self.linearized or self._kept is None or size > min(_KEPT_BYTES, room):
+        if not self.linearized or self._kept is None or self._stream.n_outputs * self.vector.nbytes > _KEPT_BYTES:
             return None
         with exact_arithmetic(self.network), torch.no_grad():
             return [_Tangent(self._tangent(batch), len(self.vector), self._stream.chunk_size) for batch in self._kept]
@@ -270,23 +246,11 @@ class LossLandscape(Landscape):
     def _chunks(self, points: Tensor) -> Iterator[tuple[Batch, Linearization | _Tangent | None, slice]]:
         """Each batch with its tangent, if that takes the network's place, and ``chunk_size`` points at a time."""
         for number, batch in enumerate(self._batches()):
-            if not self.linearized:
-                yield from ((part, None, some) for part, some in self.parts(batch, points))
-                continue
-            line = self._tangent(batch) if self._tangents is None else self._tangents[number]
+            line = None
+            if self.linearized:
+                line = self._tangent(batch) if self._tangents is None else self._tangents[number]
             for some in self._stream.chunks(len(points)):
                 yield batch, line, some
-
-    def parts(self, batch: Batch, points: Tensor) -> Iterator[tuple[Batch, slice]]:
-        """Parts of a batch, and of the points, whose derivatives the memory budget holds."""
-        each, room = self._bytes_at_one_point(), _memory.budget(points.device)
-        cut, parts, size = pieces(self.network, batch.inputs, each, room), [batch], batches.batch_size(batch.target)
-        if len(cut) > 1:
-            size = batches.batch_size(cut[0])
-            parts = [Batch(*pair) for pair in zip(cut, batch.target.split(size), strict=True)]
-        quick = min(room, _CACHE) if points.device.type == "cpu" else room
-        together = max(1, min(self._stream.chunk_size, quick // (each * size)))
-        return product(parts, _memory.slices(len(points), 1, together))
 
     def ggn(self, point: Tensor, data: Iterable[Any] | None = None) -> GGNOperator:
         """``Σ_n J_nᵀ Λ_n J_n`` of the data's loss at ``point [P]``, neither tempered nor with the prior's part.
@@ -309,9 +273,9 @@ class _Tangent:
     def __init__(self, line: Linearization, n_parameters: int, chunk_size: int):
         self.outputs, rows = line.outputs, line.outputs.numel()
         self._jacobian = self.outputs.new_empty(rows, n_parameters)
-        for some in _memory.slices(rows, 1, chunk_size):
-            units = self.outputs.new_zeros(len(range(rows)[some]), rows)
-            units[:, some].fill_diagonal_(1.0)
+        for some in torch.arange(rows).split(chunk_size):
+            units = self.outputs.new_zeros(len(some), rows)
+            units[torch.arange(len(some)), some] = 1.0
             self._jacobian[some] = line.pull(units.view(-1, *self.outputs.shape))
 
     def push(self, vectors: Tensor) -> Tensor:
@@ -344,20 +308,14 @@ def _leaves(batch: Batch) -> list[Any]:
     return [*batches.flatten(batch.inputs)[0], batch.target]
 
 
-def _joined(parts: list[Batch], largest: int) -> list[Batch]:
-    """The same examples in batches of up to ``largest``, where they can be concatenated; else the very same batches."""
-    sizes = [batches.batch_size(batch.target) for batch in parts]
-    if len(parts) < 2 or not all(map(batches.can_be_cut, (batch.inputs for batch in parts), sizes)):  # noqa: PLR2004
+def _joined(parts: list[Batch]) -> list[Batch]:
+    """The same examples in one batch, where they can be concatenated; else the very same batches."""
+    columns = list(zip(*map(_leaves, parts), strict=True))
+    shapes = [{x.shape[1:] if isinstance(x, Tensor) and x.ndim else None for x in column} for column in columns]
+    if len(parts) < 2 or any(len(kinds) > 1 or None in kinds for kinds in shapes):  # noqa: PLR2004
         return parts
-    columns, step = list(zip(*map(_leaves, parts), strict=True)), max(largest, *sizes)
-    for column in columns:
-        kinds = {(x.shape[1:], x.dtype, x.ndim > 0) if isinstance(x, Tensor) else x for x in column}
-        if len(kinds) > 1 or (isinstance(column[0], Tensor) and not column[0].ndim):
-            return parts
-    *leaves, target = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    inputs = batches.flatten(parts[0].inputs)[1](leaves)
-    pieces = [slice(start, start + step) for start in range(0, len(target), step)]
-    return [Batch(batches.cut(inputs, piece), target[piece]) for piece in pieces]
+    *leaves, target = map(torch.cat, columns)
+    return [Batch(batches.flatten(parts[0].inputs)[1](leaves), target)]
 
 
 # -- smoothness --------------------------------------------------------------------------------------------------------
@@ -377,7 +335,7 @@ def kinks(network: Network, inputs: Any) -> tuple[str, ...]:
     """
     seen = _SeenKinks()
     with torch.no_grad(), seen:
-        network.raw(forward_parts(network, network.receive(inputs))[0])
+        network.raw(network.receive(inputs))
     return tuple(sorted(seen.names))
 
 

@@ -18,14 +18,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from typing_extensions import override
 
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.geometry.landscape import gradients
+from laplace_plus.geometry.landscape import Ways, gradients
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.linalg import lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.linearization import Checked
 from laplace_plus.network.network import exact_arithmetic
 
 Way = Literal["recorded", "mapped", "one by one"]
@@ -45,15 +44,14 @@ classifiers to a relative 1e-3."""
 class ParticleLandscape(LossLandscape):
     """A :class:`LossLandscape` whose gradients at several points are computed together.
 
-    As many points go through the network at a time as ``chunk_size`` and the memory budget allow. Of a batch that does
-    not fit even for one point, a part goes at a time.
+    ``chunk_size`` points go through the network at a time.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._pays = False
         # Shared by the subsets, which are copies: traced gradients, and which ways gave right gradients.
         self._traced: dict[Any, Callable[..., Tensor]] = {}
-        self._checked = Checked()
+        self._ways = Ways()
         super().__init__(*args, **kwargs)
 
     @property
@@ -61,7 +59,7 @@ class ParticleLandscape(LossLandscape):
         """How gradients are computed so far: ``"recorded"`` (traced), ``"mapped"`` or ``"one by one"``."""
         if self._traced:
             return "recorded"
-        return "mapped" if self._checked.right.get("mapped", True) else "one by one"
+        return "mapped" if self._ways.right.get("mapped", True) else "one by one"
 
     def expect(self, count: int) -> None:
         """Tell how many gradients are to come, so that they are traced if this pays."""
@@ -73,9 +71,8 @@ class ParticleLandscape(LossLandscape):
             return LossLandscape.gradient(self, points)
         result = self.prior_gradient(points)
         with exact_arithmetic(self.network), torch.no_grad():
-            for batch in self._batches():
-                for part, some in self.parts(batch, points):
-                    result[some] += self._batch_gradient(part, points[some])
+            for batch, _, some in self._chunks(points):
+                result[some] += self._batch_gradient(batch, points[some])
         return result
 
     def largest_curvature(self, point: Tensor, *, prior: bool = True) -> float:
@@ -131,9 +128,9 @@ class ParticleLandscape(LossLandscape):
 
         with exact_arithmetic(self.network), torch.no_grad(), differentiable_kernels(self.network.model):
             if self._pays and len(self._traced) < _SHAPES and all(isinstance(x, Tensor) for x in tensors):
-                found = self._checked.attempt(key, traced, agrees)
+                found = self._ways.attempt(key, traced, agrees)
                 if found is not None:
                     return found
                 self._traced.pop(key, None)
-            found = self._checked.attempt("mapped", partial(mapped, points, *tensors), agrees)
+            found = self._ways.attempt("mapped", partial(mapped, points, *tensors), agrees)
             return gradients(partial(self._batch_loss, batch), points) if found is None else found

@@ -24,8 +24,7 @@ Estimates come as an :class:`Estimate` with a standard error, solutions as a :cl
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
 from laplace_plus.linalg.arnoldi_functions import arnoldi_function, of_eigenvalues, phi
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
-from laplace_plus.linalg.cg import CGSolution, cg
-from laplace_plus.linalg.krylov import tridiagonal
+from laplace_plus.linalg.cg import cg
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
 from laplace_plus.linalg.matrices import (
     BlockDiagonal,
@@ -33,7 +32,6 @@ from laplace_plus.linalg.matrices import (
     Diagonal,
     Identity,
     Kronecker,
-    LowRankPlusDiagonal,
     as_operator,
     from_scipy,
 )
@@ -57,7 +55,6 @@ __all__ = [
     "ArnoldiDecomposition",
     "Bidiagonalization",
     "BlockDiagonal",
-    "CGSolution",
     "Dense",
     "Diagonal",
     "Estimate",
@@ -70,7 +67,6 @@ __all__ = [
     "LanczosDecomposition",
     "LeastSquaresSolution",
     "LSMRProjection",
-    "LowRankPlusDiagonal",
     "NystromApproximation",
     "Operator",
     "PartialEigen",
@@ -96,5 +92,4 @@ __all__ = [
     "slq_trace",
     "svds",
     "trace",
-    "tridiagonal",
 ]

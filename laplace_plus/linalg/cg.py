@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,19 +12,6 @@ from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import Problem, attach_solution, ratio, require_adjoint, right_sides, where_used
-
-
-@dataclass(frozen=True)
-class CGSolution(Solution):
-    """The solution of symmetric positive-definite systems, with Lanczos coefficients on request.
-
-    Attributes:
-        tridiagonal: Diagonal ``[..., K]`` and off-diagonal ``[..., K-1]`` of Lanczos' T for the start vector
-            ``b - A x0`` (with a preconditioner: T of ``P^(-1/2) A P^(-1/2)``), if requested. K is the largest number of
-            iterations; a right-hand side with fewer iterations is padded by decoupled ones on the diagonal.
-    """
-
-    tridiagonal: tuple[Tensor, Tensor] | None = None
 
 
 @without_autocast
@@ -41,9 +27,8 @@ def cg(
     parameters: Iterable[Tensor] | None = None,
     dtype: torch.dtype | None = None,
     check_symmetry: bool = True,
-    return_tridiagonal: bool = False,
     progress: bool = False,
-) -> CGSolution:
+) -> Solution:
     """Solve ``A x = b`` for a symmetric positive-definite A by preconditioned conjugate gradients.
 
     Several right-hand sides are iterated together, each with its own coefficients; those that converged are left
@@ -70,7 +55,6 @@ def cg(
             vectors run in float32.
         check_symmetry: Whether to compare ``⟨p₀, A p₁⟩`` and ``⟨A p₀, p₁⟩`` for the first two search directions; this
             takes no product.
-        return_tridiagonal: Whether to return Lanczos' tridiagonal matrix.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -83,8 +67,7 @@ def cg(
         ConfigurationError: A bad right-hand side, first guess, tolerance or cap.
         OperatorError: An operator of the wrong shape or type, or one that is not symmetric.
 
-    Source: Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems; the coefficients of
-    T are those of Golub and Meurant (2010), Matrices, Moments and Quadrature with Applications.
+    Source: Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems.
 
     Example:
         >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
@@ -96,27 +79,26 @@ def cg(
     problem = Problem("cg", b, n, atol=atol, rtol=rtol, max_iterations=max_iterations, progress=progress)
     A = problem.map(matvec, n, symmetric=True, parameters=parameters)
     P = None if preconditioner is None else problem.map(preconditioner, n, parameters=(), name="preconditioner")
-    x, residual, coefficients = _iterate(A, P, problem, problem.start(x0, n, dtype), check_symmetry)
+    x, residual = _iterate(A, P, problem, problem.start(x0, n, dtype), check_symmetry)
     matvecs = A.matvecs
 
     def gradient(x: Tensor, cotangent: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         backward = problem.again(cotangent)
-        rows, residual, _ = _iterate(A, P, backward, None, check_symmetry)
+        rows, residual = _iterate(A, P, backward, None, check_symmetry)
         backward.warn_unless_converged(*backward.figures(residual, scaled=True))
         w = backward.restore(rows)
         return [w], [(*where_used(cotangent, x), -w)]
 
     value = attach_solution(problem.restore(x), A, [b], gradient)
     residuals = problem.figures(residual, scaled=True)
-    T = _tridiagonal(problem, coefficients) if return_tridiagonal else None
-    return CGSolution(value, *residuals, *problem.figures(problem.iterations, problem.statuses), matvecs, tridiagonal=T)
+    return Solution(value, *residuals, *problem.figures(problem.iterations, problem.statuses), matvecs)
 
 
 @torch.no_grad()
 def _iterate(
     A: LinearMap, P: LinearMap | None, problem: Problem, x: Tensor | None, check_symmetry: bool
-) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """Solutions ``[R, n]``, their true residuals ``[R]``, and α and β of each iteration; x is overwritten."""
+) -> tuple[Tensor, Tensor]:
+    """Solutions ``[R, n]`` and their true residuals ``[R]``; x is overwritten."""
     b, eps = problem.rows, torch.finfo(problem.rows.dtype).eps
     size = vector_norm(b)
     bound = torch.maximum(problem.rtol * size, problem.atol / problem.scale)
@@ -135,7 +117,6 @@ def _iterate(
     p, beta = torch.zeros_like(b), torch.zeros_like(energy)
     # pᵀ P p has its own recurrence, which gives the Rayleigh quotients of P⁻¹A without another product.
     length, largest = energy, torch.zeros_like(energy)
-    coefficients: list[tuple[Tensor, Tensor]] = []
     first: tuple[Tensor, Tensor] | None = None
     for k in problem.loop():
         p = problem.only_active(p.mul_(beta[:, None]).add_(z))
@@ -163,28 +144,14 @@ def _iterate(
         problem.finish(following <= 0, Status.BREAKDOWN)
         beta = torch.where(problem.active, ratio(following, energy), 0.0)
         energy, length = following, following + beta * beta * length
-        coefficients.append((alpha, beta))
     residual = vector_norm(b - A(torch.where(problem.broken[:, None], 0.0, x)))
     wrong = (residual > 2 * bound) & (problem.statuses == int(Status.CONVERGED))
     problem.statuses = torch.where(wrong, int(Status.STAGNATED), problem.statuses)
     x = torch.where(problem.broken[:, None], torch.nan, x)
-    return x, residual.masked_fill(problem.broken, torch.nan), coefficients
+    return x, residual.masked_fill(problem.broken, torch.nan)
 
 
 def _compare(p: Tensor, p_image: Tensor, q: Tensor, image: Tensor, dtype: torch.dtype) -> None:
     """Check that A is symmetric, on the first two search directions."""
     scale = vector_norm(p) * vector_norm(image) + vector_norm(p_image) * vector_norm(q)
     require_adjoint("cg", inner(p, image), inner(p_image, q), scale, dtype)
-
-
-def _tridiagonal(problem: Problem, coefficients: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``T_kk = 1/α_k + β_(k-1)/α_(k-1)`` and ``T_(k,k+1) = √β_k/α_k``."""
-    depth = int(problem.iterations.max()) if len(problem.rows) else 0
-    if not depth:
-        empty = problem.rows.new_zeros(*problem.shape, 0)
-        return empty, empty
-    alpha, beta = (torch.stack(terms[:depth], -1) for terms in zip(*coefficients, strict=True))
-    diagonal = torch.where(alpha == 0, 1.0, ratio(torch.ones_like(alpha), alpha))
-    diagonal[:, 1:] += ratio(beta, alpha)[:, :-1]
-    off_diagonal = ratio(beta.sqrt(), alpha)[:, :-1]
-    return diagonal.reshape(*problem.shape, depth), off_diagonal.reshape(*problem.shape, depth - 1)

@@ -9,8 +9,8 @@ multiplies again.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -73,7 +73,6 @@ class LinearMap:
         self._matvec, self._rmatvec, self.symmetric = matvec, rmatvec, symmetric
         self._dtype, self._single, self._name = dtype, single, name
         self.matvecs = self._widest = 0
-        self._last: tuple[weakref.ReferenceType[Tensor], int] | None = None
         self._tensors: tuple[Tensor, ...] | None = None
         if not torch.is_grad_enabled():
             self._tensors = ()
@@ -141,18 +140,13 @@ class LinearMap:
         given = vectors if self._dtype is None else vectors.to(self._dtype)
         if not self._single:
             return self._checked(function, given, size).to(vectors.dtype)
-        products = [self._checked(function, vector, size) for vector in given]
-        return (products[0][None] if len(products) == 1 else torch.stack(products)).to(vectors.dtype)  # no copy of one
+        if len(given) == 1:  # no copy of one
+            return self._checked(function, given[0], size)[None].to(vectors.dtype)
+        # a callable may return the same tensor each time
+        return torch.stack([self._checked(function, vector, size).clone() for vector in given]).to(vectors.dtype)
 
     def _checked(self, function: Matvec, vectors: Tensor, size: int) -> Tensor:
         product = checked_product(function, vectors, size, self._name)
-        if not product.is_inference() and not product.is_set_to(vectors):
-            # A product that is still in use must not have been overwritten by this one.
-            last, version = self._last or (lambda: None, 0)
-            earlier = last()
-            if earlier is not None and earlier.is_set_to(product) and earlier._version != version:
-                raise overwrites(self._name, "its earlier product")
-            self._last = (weakref.ref(product), product._version)
         _refuse_forward_mode(vectors, product)
         return product
 
@@ -194,18 +188,10 @@ def checked_product(
             "vectors of its type and device, or m=, dtype= and device= where the function has them.",
         )
     if version is not None and given._version != version:
-        raise overwrites(name, "the vectors that it was given")
+        what, expected = f"The {name} overwrites the vectors that it was given.", "a new tensor for each product"
+        fix = "Leave out in-place operations such as v.mul_(…), and out=, in the operator."
+        raise OperatorError(what, expected=expected, got="a tensor that was written to in place", fix=fix)
     return product[:-1] if guarded else product
-
-
-def overwrites(name: str, what: str) -> OperatorError:
-    """The error for a function that works in place."""
-    return OperatorError(
-        f"The {name} overwrites {what}.",
-        expected="a new tensor for each product",
-        got="a tensor that was written to in place",
-        fix="Leave out in-place operations such as v.mul_(…), and out=, in the operator.",
-    )
 
 
 def leaves(product: Tensor) -> tuple[Tensor, ...]:
@@ -297,20 +283,20 @@ def _first_tensor(thing: Any, levels: int) -> Any:
     if isinstance(thing, torch.nn.Module):
         return next((x for x in thing.parameters() if x.is_floating_point()), None)
     inside: list[Any] = []
+    if not levels or isinstance(thing, ModuleType | Tensor):
+        return None
     if isinstance(thing, partial):
         inside = [*thing.args, *thing.keywords.values(), thing.func]
     elif inspect.ismethod(thing):
         inside = [thing.__self__, thing.__func__]
     elif inspect.isfunction(thing):
-        try:
+        with suppress(ValueError):  # a variable that is not assigned yet
             names = inspect.getclosurevars(thing)
-        except ValueError:  # a variable that is not assigned yet
-            return None
-        defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        inside = [*names.nonlocals.values(), *defaults, *names.globals.values()]
-    elif not isinstance(thing, ModuleType | Tensor) and hasattr(thing, "__dict__"):
+            defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+            inside = [*names.nonlocals.values(), *defaults, *names.globals.values()]
+    elif hasattr(thing, "__dict__"):
         inside = list(vars(thing).values())
-    found = (_first_tensor(x, levels - 1) for x in inside) if levels else ()
+    found = (_first_tensor(x, levels - 1) for x in inside)
     return next((x for x in found if x is not None), None)
 
 

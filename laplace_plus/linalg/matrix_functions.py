@@ -1,9 +1,8 @@
 """Functions of a symmetric operator times a vector, by Lanczos' method.
 
 ``f(A) v ≈ ‖v‖ Q f(T) e₁`` on the Krylov space of v (V. Druskin and L. Knizhnerman, "Two polynomial methods of
-calculating functions of symmetric matrices", 1989), with two derivatives: the adjoint of the decomposition (N. Krämer,
-P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of functions of large matrices", 2024), or the Daleckii–Krein formula
-for the derivative of f(A) itself, taken on the Krylov spaces.
+calculating functions of symmetric matrices", 1989). The derivative is that of f(A) itself, by the Daleckii–Krein
+formula on the Krylov spaces. That of the computed value is the adjoint of :func:`~laplace_plus.linalg.lanczos`.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from laplace_plus.checks import choice, count
+from laplace_plus.checks import count
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.linear_maps import Matvec, attach_one
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, divided_differences
 
-KrylovGradient = Literal["krylov", "adjoint"]
-"""``"krylov"``: the derivative of f(A) itself, taken on Krylov spaces. ``"adjoint"``: that of the computed value."""
+Pullback = Callable[[SpectralSpace, Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ def matrix_function(
     depth: int = 30,
     tolerance: float | None = None,
     cap: int = 100,
-    gradient: KrylovGradient = "krylov",
     dtype: torch.dtype | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
@@ -66,11 +62,10 @@ def matrix_function(
     eigenvalues, and for polynomials of degree below K. Otherwise the error is at most 2‖v‖ times that of the best
     polynomial of degree K − 1 on the spectrum. Other operators: :func:`~laplace_plus.linalg.arnoldi_function`.
 
-    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
-    ``gradient="krylov"``: for a cotangent u, ``f(A) u`` on the Krylov space of u is the gradient in v, and the
-    Daleckii–Krein formula between both spaces that in A. It takes K more products and one vector–Jacobian product
-    batched over K vectors, and is about as accurate as the value. ``"adjoint"``: the exact gradient of the computed
-    value, at any K; where the Krylov space of v is invariant before K, of the value on that space.
+    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on. For a cotangent
+    u, ``f(A) u`` on the Krylov space of u is the gradient in v, and the Daleckii–Krein formula between both spaces that
+    in A. It takes K more products and one vector–Jacobian product batched over K vectors, and is about as accurate as
+    the value.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
@@ -80,7 +75,6 @@ def matrix_function(
         tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
             ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
         cap: Limit on the number of steps with a tolerance.
-        gradient: ``"krylov"`` or ``"adjoint"``.
         dtype: Type of the vectors; that of v by default. Half precision is used for products only.
         parameters: The tensors A depends on, where they cannot be found from its autograd graph.
 
@@ -98,17 +92,10 @@ def matrix_function(
         tensor([1., 2., 3.])
     """
 
-    def pullback(space: SpectralSpace, start: Tensor, now: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if gradient == "krylov":
-            return _two_sided(matvec, f, space, start, u)
-        values, vectors = space.spectrum()
-        inside = (space.vectors @ u[..., None])[..., 0].double()
-        in_eigenbasis = (inside[:, None, :] @ vectors)[:, 0]
-        inner = divided_differences(f, values, values) * in_eigenbasis[:, :, None] * vectors[:, :1]
-        matrix = space.norm.double()[:, None, None] * (vectors @ inner @ vectors.mT)
-        return space.adjoint(matrix, now[..., None].to(u.dtype) * u[:, None, :], (inside * now).sum(-1) / space.norm)
+    def pullback(space: SpectralSpace, start: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return _two_sided(matvec, f, space, start, u)
 
-    options = depth, tolerance, cap, gradient, dtype, parameters
+    options = depth, tolerance, cap, dtype, parameters
     return _evaluate(matvec, f, v, SpectralSpace.coordinates, SpectralSpace.combine, pullback, *options)
 
 
@@ -121,7 +108,6 @@ def bilinear(
     depth: int = 30,
     tolerance: float | None = None,
     cap: int = 100,
-    gradient: KrylovGradient = "krylov",
     dtype: torch.dtype | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
@@ -129,10 +115,9 @@ def bilinear(
 
     Costs one product per step, and converges twice as fast as ``f(A) v``: exact for polynomials of degree below 2K.
 
-    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
-    ``gradient="krylov"``: the derivative with the Krylov space held fixed, ``2 f(A) v`` for v and one vector–Jacobian
-    product batched over K vectors for A; as accurate as ``f(A) v``. ``"adjoint"``: the exact gradient of the computed
-    value, at any K, by K products and one vector–Jacobian product; as accurate as the value.
+    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on. The derivative
+    is that with the Krylov space held fixed, ``2 f(A) v`` for v and one vector–Jacobian product batched over K vectors
+    for A; it is as accurate as ``f(A) v``.
 
     Arguments and errors are those of :func:`matrix_function`; ``tolerance`` is relative to the value.
 
@@ -145,16 +130,14 @@ def bilinear(
         6.0
     """
 
-    def pullback(space: SpectralSpace, start: Tensor, now: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        matrix = u.double()[:, None, None] * space.quadrature_gradient(f)
-        if gradient == "adjoint":
-            return space.adjoint(matrix, norm=2 * u * now[:, 0] / space.norm)
-        return space.combine(2 * u[:, None] * space.coordinates(f).detach()), space.parameter_gradients(matrix)
+    def pullback(space: SpectralSpace, start: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        to_start = space.combine(2 * u[:, None] * space.coordinates(f).detach())
+        return to_start, space.parameter_gradients(u.double()[:, None, None] * space.quadrature_gradient(f))
 
     def result(space: SpectralSpace, forms: Tensor) -> Tensor:
         return forms[:, 0].to(space.vectors.dtype)
 
-    options = depth, tolerance, cap, gradient, dtype, parameters
+    options = depth, tolerance, cap, dtype, parameters
     return _evaluate(matvec, f, v, SpectralSpace.quadrature, result, pullback, *options)
 
 
@@ -164,22 +147,20 @@ def _evaluate(
     v: Tensor,
     coordinates: Callable[[SpectralSpace, SpectralFunction, int | None], Tensor],
     result: Callable[[SpectralSpace, Tensor], Tensor],
-    pullback: Callable[[SpectralSpace, Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]],
+    pullback: Pullback,
     depth: int,
     tolerance: float | None,
     cap: int,
-    gradient: str,
     dtype: torch.dtype | None,
     parameters: Iterable[Tensor] | None,
 ) -> FunctionValue:
     """A function on the Krylov spaces of v, which are extended to the tolerance.
 
     ``coordinates`` are what converges with the depth, ``[batch, k]``; ``result`` makes the value ``[batch, ...]`` of
-    them. ``pullback`` takes the spaces, the start vectors, the coordinates and a cotangent ``[batch, ...]``, and gives
-    the gradients in v and in A's tensors.
+    them. ``pullback`` takes the spaces, the start vectors and a cotangent ``[batch, ...]``, and gives the gradients in
+    v and in A's tensors.
     """
     count("cap", cap)
-    choice("gradient", gradient, get_args(KrylovGradient))
     start = start_vectors(v, depth, dtype, tolerance)
     space = SpectralSpace(matvec, start, parameters=parameters)
     limit = torch.finfo(space.vectors.dtype).eps ** 0.5 if tolerance is None else tolerance
@@ -188,22 +169,22 @@ def _evaluate(
     def met(now: Tensor, error: Tensor) -> bool:
         return bool((error <= limit * now.norm(dim=-1)).all())
 
-    with_graph, error = space.grow(partial(coordinates, space, f), min(depth, cap), cap, met)
-    now, matvecs, inner = with_graph.detach(), space.operator.matvecs, space.vectors.dtype
-
     def shaped(x: Tensor) -> Tensor:
         return x.reshape((*start.shape[:-1], *x.shape[1:]))
 
-    def differentiate(cotangent: Tensor) -> tuple[Tensor, ...]:
-        to_start, gradients = pullback(space, start, now, cotangent.reshape(flat))
-        return shaped(to_start).to(start.dtype), *gradients
-
+    with_graph, error = space.grow(partial(coordinates, space, f), min(depth, cap), cap, met)
+    now, matvecs = with_graph.detach(), space.operator.matvecs
     value = result(space, now)
     flat = value.shape
+
+    def differentiate(cotangent: Tensor) -> tuple[Tensor, ...]:
+        to_start, gradients = pullback(space, start, cotangent.reshape(flat))
+        return shaped(to_start).to(start.dtype), *gradients
+
     value = attach_one(shaped(value), [start, *space.operator.tensors], differentiate)
     if with_graph.requires_grad:  # f depends on tensors of its own
         value = value + shaped(result(space, with_graph - now))
-    return FunctionValue(value, shaped(error.to(inner)), matvecs, met(now, error), space.depth)
+    return FunctionValue(value, shaped(error.to(value.dtype)), matvecs, met(now, error), space.depth)
 
 
 def _two_sided(

@@ -87,8 +87,6 @@ class Operator(ABC):
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """``A v`` for row-stacked vectors ``[..., n]``; OperatorError: vectors of another length, type or device."""
-        if not isinstance(vectors, Tensor):
-            raise OperatorError("An operator multiplies tensors.", expected="a tensor", got=type(vectors).__name__)
         if vectors.shape[-1:] != self.shape[1:] or vectors.dtype != self.dtype or vectors.device != self.device:
             expected = f"row-stacked vectors [..., {self.shape[1]}] of type {self.dtype} on {self.device}"
             got = f"{tuple(vectors.shape)} of type {vectors.dtype} on {vectors.device}"
@@ -114,24 +112,14 @@ class Operator(ABC):
             return torch.cat([self.T(unit) for _, unit in self._units(rows)])
         return torch.cat([self(unit) for _, unit in self._units(columns)]).mT
 
-    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
+    def diagonal(self) -> Tensor:
         """The exact diagonal, ``[min(m, n)]``; differentiable.
 
-        Args:
-            limit: Largest number of products to spend, one per entry, where the structure does not give the diagonal;
-                None for no limit.
-
-        Raises:
-            OperatorError: The diagonal needs more than ``limit`` products.
+        Takes one product per entry unless the structure gives it; :func:`laplace_plus.linalg.diagonal` estimates it.
         """
-        size = min(self.shape)
-        if limit is not None and size > limit:
-            what = f"The diagonal of {self!r} takes one product per entry."
-            fix = "Estimate it with linalg.diagonal, or pass limit=None"
-            raise OperatorError(what, expected=f"at most {limit} entries", got=f"{size}", fix=fix)
         operator = self.T if self.shape[0] < self.shape[1] else self
         entries = [torch.zeros(0, dtype=self.dtype, device=self.device)]
-        for start, unit in self._units(size):
+        for start, unit in self._units(min(self.shape)):
             entries.append(operator(unit)[:, start : start + len(unit)].diagonal())
         return torch.cat(entries)
 
@@ -197,15 +185,14 @@ class Operator(ABC):
         raise OperatorError(what, expected="an operator on either side", got=f"a tensor {tuple(other.shape)}", fix=fix)
 
     def _details(self) -> str:
-        """Text that ``repr`` adds to size and type; by default the operands."""
-        return ", ".join(map(repr, self.operands))
+        """Text that ``repr`` adds to size and type."""
+        return ""
 
     def __repr__(self) -> str:
-        words = [f"{self.shape[0]} × {self.shape[1]}", str(self.dtype).removeprefix("torch.")]
-        words += [str(self.device)] if self.device.type != "cpu" else []
-        words += ["symmetric"] if self.symmetric else []
-        words += [self._details()] if self._details() else []
-        return f"{type(self).__name__}({', '.join(words)})"
+        symmetric, details = "symmetric" if self.symmetric else "", self._details()
+        size = f"{self.shape[0]} × {self.shape[1]}"
+        words = [size, str(self.dtype).removeprefix("torch."), str(self.device), symmetric, details]
+        return f"{type(self).__name__}({', '.join(word for word in words if word)})"
 
 
 class Transposed(Operator):
@@ -227,8 +214,8 @@ class Transposed(Operator):
         return self.original.dense().mT
 
     @override
-    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
-        return self.original.diagonal(limit=limit)
+    def diagonal(self) -> Tensor:
+        return self.original.diagonal()
 
 
 class Scaled(Operator):
@@ -261,12 +248,8 @@ class Scaled(Operator):
         return self.operator.dense() * self._number
 
     @override
-    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
-        return self.operator.diagonal(limit=limit) * self._number
-
-    def _details(self) -> str:
-        factor = self.factor.detach() if isinstance(self.factor, Tensor) else self.factor
-        return f"{float(factor):g} * {self.operator!r}"
+    def diagonal(self) -> Tensor:
+        return self.operator.diagonal() * self._number
 
 
 class Sum(Operator):
@@ -296,8 +279,8 @@ class Sum(Operator):
         return reduce(add, [term.dense() for term in self.terms])
 
     @override
-    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
-        return reduce(add, [term.diagonal(limit=limit) for term in self.terms])
+    def diagonal(self) -> Tensor:
+        return reduce(add, [term.diagonal() for term in self.terms])
 
 
 class Product(Operator):
@@ -374,18 +357,10 @@ def pulled_back(
 
     By default the graph is retained: it may reach into a graph of the caller, which is used again.
     """
-    options = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": True}
     gradients: tuple[Tensor | None, ...] = ()
-    try:
-        if product.requires_grad:
-            gradients = torch.autograd.grad(product, inputs, cotangents.to(product.dtype), **options)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        what = f"torch failed to differentiate through the operator: {error}"
-        expected = "a callable whose vector–Jacobian products can be taken more than once"
-        fix = "Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off."
-        raise OperatorError(what, expected=expected, got="a RuntimeError", fix=fix) from error
+    if product.requires_grad:
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": True}
+        gradients = torch.autograd.grad(product, inputs, cotangents.to(product.dtype), **options)
     if all(gradient is None for gradient in gradients):
         expected = "a callable made of torch operations, or its transpose as well"
         got = "a product that does not depend on the vector in the autograd graph"

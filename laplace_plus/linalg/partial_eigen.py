@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from laplace_plus.checks import choice, count
+from laplace_plus.checks import choice, count, shape
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import inner, orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
@@ -130,7 +130,7 @@ def eigsh(
         ([3.0, 3.0], True)
     """
     choice("which", which, get_args(Which))
-    search = _ThickRestart("eigsh", matvec, n, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
+    search = _ThickRestart("eigsh", matvec, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=search.dtype)
     level = search.level
     with torch.no_grad():
@@ -192,7 +192,7 @@ def svds(
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
     size = min(m, n)
-    search = _ThickRestart("svds", matvec, n, size, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
+    search = _ThickRestart("svds", matvec, size, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
     operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=search.dtype)
     start, level, eps = search.start, search.level, torch.finfo(search.dtype).eps
     scale = 1.0
@@ -251,7 +251,6 @@ class _ThickRestart:
         self,
         method: str,
         matvec: Matvec,
-        n: int,
         size: int,
         k: int,
         tolerance: float | None,
@@ -262,7 +261,7 @@ class _ThickRestart:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ):
-        for name, value, least in (("n", n, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
+        for name, value, least in (("n", size, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
             count(name, value, least)
         if k > size:
             raise ConfigurationError(f"{method} gives at most {size} values.", expected=f"k <= {size}", got=f"k = {k}")
@@ -271,9 +270,7 @@ class _ThickRestart:
         count("subspace", self._subspace, k + 2)
         check_tolerances(tolerance=tolerance)
         if v0 is not None:
-            if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
-                what, expected = "v0 is not a start vector.", f"a floating-point tensor [{size}] other than zero"
-                raise ConfigurationError(what, expected=expected, got=f"{v0.dtype} {tuple(v0.shape)}")
+            shape("v0", v0, [size])
             dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
         self.dtype, device = number_type(matvec, dtype, device)
         wide, eps = working_type(self.dtype), torch.finfo(self.dtype).eps

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.linalg.krylov import KrylovSpace, combine, krylov_pullback
+from laplace_plus.linalg.krylov import KrylovSpace, combine
 from laplace_plus.linalg.linear_maps import Matvec
 
 SpectralFunction = Callable[[Tensor], Tensor]
@@ -86,23 +86,6 @@ class SpectralSpace(KrylovSpace):
     def parameter_gradients(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ ⟨M, Q A Qᵀ⟩`` for ``[batch, K, K]`` in A's tensors, with the spaces held fixed."""
         return self.operator.parameter_pullback(self.vectors, matrix.to(self.vectors.dtype) @ self.vectors)
-
-    def adjoint(
-        self, matrix: Tensor, vectors: Tensor | None = None, norm: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The gradients of the decomposition in its start vectors ``[batch, n]`` and in A's tensors.
-
-        The cotangents are those of T, ``[batch, K, K]``, of which the band counts, of Q, and of ``‖v‖``.
-        """
-        given = (x if x is None else x.to(self.vectors.dtype) for x in (matrix, vectors, norm))
-        matrix_, vectors_, norm_ = given
-        gradient, gradients = krylov_pullback(
-            self.operator,
-            (self.vectors, self.matrix, self.residual, self.norm),
-            (vectors_, matrix_, None, norm_),
-            self.rank,
-        )
-        return gradient, gradients
 
 
 def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:

@@ -11,45 +11,23 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
 from laplace_plus.linalg.krylov import require_symmetric
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach_one, number_type, require_finite
-from laplace_plus.linalg.matrix_functions import KrylovGradient
 from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, derivative, evaluate
 from laplace_plus.linalg.results import Estimate, standard_error
 
 
-class QuadratureOptions(TypedDict, total=False):
-    """The keywords of :func:`slq_trace`, which :func:`slq_logdet` takes as well."""
-
-    probes: int
-    depth: int
-    tolerance: float | None
-    absolute_tolerance: float
-    cap: int
-    depth_cap: int
-    batch: int | None
-    distribution: Probes
-    gradient: KrylovGradient
-    generator: torch.Generator | None
-    dtype: torch.dtype | None
-    device: torch.device | str | None
-    parameters: Iterable[Tensor] | None
-
-
 @without_autocast
-def slq_logdet(
-    matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options: Unpack[QuadratureOptions]
-) -> Estimate:
+def slq_logdet(matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options: Any) -> Estimate:
     """Estimate ``log det(A + shift · I)`` of a positive definite operator; negative where the determinant is below one.
 
     With a shift the value is ``n log(shift) + tr log(I + A/shift)``. The first term is exact, so that the null space of
@@ -61,9 +39,7 @@ def slq_logdet(
         matvec: A, a callable on row-stacked vectors or an operator.
         n: Its size.
         shift: The multiple of the identity that is added, a number or a 0-d tensor.
-        **options: ``probes``, ``depth``, ``tolerance``, ``absolute_tolerance``, ``cap``, ``depth_cap``, ``batch``,
-            ``distribution``, ``gradient``, ``generator``, ``dtype``, ``device`` and ``parameters`` of
-            :func:`slq_trace`.
+        **options: Those of :func:`slq_trace`.
 
     Raises:
         NotPositiveDefiniteError: A Ritz value of ``A + shift`` is zero or negative.
@@ -119,7 +95,6 @@ def slq_trace(
     depth_cap: int = 100,
     batch: int | None = None,
     distribution: Probes = "signs",
-    gradient: KrylovGradient = "krylov",
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -131,10 +106,9 @@ def slq_trace(
     ``probes · depth ≥ n``, the result is exact: n products with the unit vectors, and an eigendecomposition.
 
     The value is differentiable in the tensors that A depends on, and in those that f depends on. If there are any and
-    gradients are enabled, the gradient in A's tensors is computed with the value, batch by batch. ``"krylov"`` costs
-    one vector–Jacobian product of ``batch · depth`` vectors, and estimates ``tr(f′(A) ∂A/∂θ)`` with no bias except that
-    of the depth. ``"adjoint"`` costs as many products again, and is the exact gradient of the computed value. Both
-    agree once the depth is large enough; before, the adjoint is more accurate in double precision.
+    gradients are enabled, the gradient in A's tensors is computed with the value, batch by batch. It costs one
+    vector–Jacobian product of ``batch · depth`` vectors, and estimates ``tr(f′(A) ∂A/∂θ)`` with no bias except that of
+    the depth.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
@@ -149,7 +123,6 @@ def slq_trace(
         depth_cap: Limit on the depth with a tolerance.
         batch: Number of probes multiplied together; all by default.
         distribution: Distribution of the probes; signs have no variance on the diagonal part of f(A).
-        gradient: ``"krylov"`` or ``"adjoint"``.
         generator: Source of the randomness; torch's global generator by default.
         dtype: Type of the vectors; that of the operator's tensors by default.
         device: Device of the vectors; that of the operator's tensors by default.
@@ -173,7 +146,6 @@ def slq_trace(
     for name, count in (counts if batch is None else counts | {"batch": batch}).items():
         checks.count(name, count)
     check_tolerances(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
-    checks.choice("gradient", gradient, get_args(KrylovGradient))
     checks.choice("probes", distribution, get_args(Probes))
     dtype, device = number_type(matvec, dtype, device)
     wide, parameters = working_type(dtype), None if parameters is None else tuple(parameters)
@@ -207,9 +179,7 @@ def slq_trace(
         depth, deepest, tensors = max(depth, space.depth), max(deepest, space.depth), space.operator.tensors
         samples, bias = torch.cat([samples, new[:, 0]]), torch.cat([bias, change])
         if tensors:
-            matrix = space.quadrature_gradient(f)
-            added = space.adjoint(matrix)[1] if gradient == "adjoint" else space.parameter_gradients(matrix)
-            gradients = add_gradients(gradients, added)
+            gradients = add_gradients(gradients, space.parameter_gradients(space.quadrature_gradient(f)))
         matvecs += space.operator.matvecs
         mean, sem = samples.detach().mean(), standard_error(samples.detach())
         met = tolerance is not None and len(samples) == target and small(torch.maximum(sem, bias.mean()), mean)

@@ -2,8 +2,6 @@
 
 * Hutchinson: the mean of ``ωᵀ A ω``, or of ``ω ∘ A ω``, over random ω with ``E[ω ωᵀ] = I`` (Bekas, Kokiopoulou and
   Saad, "An Estimator for the Diagonal of a Matrix", 2007).
-* Hutch++: the trace on the range of a sketch ``A S`` exactly, Hutchinson on its complement (Meyer, Musco, Musco and
-  Woodruff, "Hutch++: Optimal Stochastic Trace Estimation", 2021).
 * XTrace, XDiag and XNysTrace: every probe is used for the sketch and, left out of it, for the correction; the third
   replaces the projection by the Nyström approximation of a positive semi-definite matrix (Epperly, Tropp and Webber,
   "XTrace: Making the Most of Every Sample in Stochastic Trace Estimation", 2024).
@@ -29,7 +27,7 @@ from laplace_plus.linalg.probes import Probes
 from laplace_plus.linalg.results import Estimate, jackknife, standard_error
 from laplace_plus.linalg.sketches import Sketch, frobenius_norm, symmetric_core
 
-TraceMethod = Literal["xtrace", "xnystrace", "hutch++", "hutchinson"]
+TraceMethod = Literal["xtrace", "xnystrace", "hutchinson"]
 """Names of the estimators of :func:`trace`."""
 DiagonalMethod = Literal["xdiag", "hutchinson"]
 """Names of the estimators of :func:`diagonal`."""
@@ -58,7 +56,6 @@ def trace(
     ============== ============================  =============================================
     ``xtrace``     every square operator         that of Hutchinson on A less its m/2 largest
     ``xnystrace``  positive semi-definite ones   that of Hutchinson on A less its m largest
-    ``hutch++``    every square operator         that of Hutchinson on A less its m/3 largest
     ``hutchinson`` every square operator         at most √(2/m) ‖A‖_F
     ============== ============================  =============================================
 
@@ -74,7 +71,7 @@ def trace(
         matvec: A, a callable on row-stacked vectors or an operator; symmetric or definite only where the method
             requires it.
         n: Its size.
-        matvecs: Number of products with A; at least 4 for XTrace, 6 for Hutch++ and 2 for the others, or at least n.
+        matvecs: Number of products with A; at least 4 for XTrace and 2 for the others, or at least n.
         method: The estimator.
         distribution: Of the probes. By default signs, which have no variance on the diagonal part of A. XTrace and
             XNysTrace take the sphere by default, for which the length of a projected probe can be corrected.
@@ -167,36 +164,6 @@ def diagonal(
     return estimator.run(method, matvecs, cap, tolerance, absolute_tolerance)
 
 
-class _HutchPlusPlus(Hutchinson):
-    fewest = 6
-
-    @override
-    def add(self, matvecs: int) -> None:
-        if not len(self.probes):
-            count = matvecs // 3
-            self.basis = torch.linalg.qr(self.multiply(super().draw(count)).mT)[0].mT.contiguous()
-            self.captured = _dots(self.basis, self.multiply(self.basis)).sum()
-            matvecs -= 2 * count
-        super().add(matvecs)
-
-    @override
-    def draw(self, count: int) -> Tensor:
-        probes = super().draw(count)
-        for _ in range(2):  # the first pass leaves rounding errors of the size of the probe
-            probes = probes - (probes @ self.basis.mT) @ self.basis
-        return probes
-
-    @override
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        rest, sem = super().estimate()
-        return self.captured + rest, sem
-
-    @override
-    def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-        weighted = torch.cat([self.basis, self.probes / len(self.probes)])
-        return torch.cat([self.basis, self.probes]), cotangent * weighted
-
-
 class _XTrace(SketchEstimator):
     kind: Probes = "sphere"
 
@@ -238,13 +205,12 @@ class _XTrace(SketchEstimator):
 
 class _XNysTrace(Estimator):
     kind: Probes = "sphere"
-    sketch: Tensor
 
     @override
     def add(self, matvecs: int) -> None:
         probes = self.draw(matvecs)
-        sketch = self.multiply(probes)
-        self.sketch = torch.cat([self.sketch, sketch]) if len(self.probes) else sketch
+        sketch = [self.sketch] if len(self.probes) else []
+        self.sketch = torch.cat([*sketch, self.multiply(probes)])
         self.probes = torch.cat([self.probes, probes])
 
     @override
@@ -320,7 +286,6 @@ class _XDiag(SketchEstimator):
 
 _ESTIMATORS: dict[str, type[Estimator]] = {
     "hutchinson": Hutchinson,
-    "hutch++": _HutchPlusPlus,
     "xtrace": _XTrace,
     "xnystrace": _XNysTrace,
 }

@@ -134,10 +134,10 @@ def test_of_a_network():
 
 def test_bad_arguments_are_refused():
     point = random(3)
-    for options in ({"probes": 1}, {"deflate": 4}, {"deflate": -1}, {"probes": 2.5}):
+    for options in ({"probes": 1}, {"deflate": -1}, {"probes": 2.5}):
         with pytest.raises(ConfigurationError, match="out of range"):
             estimate_scalar_curvature(wavy, point, **options)
-    with pytest.raises(ConfigurationError, match="must be a vector"):
+    with pytest.raises(ConfigurationError, match="another shape"):
         scalar_curvature(wavy, point[None])
     with pytest.raises(NonFiniteError):
         scalar_curvature(lambda p: p.sqrt().sum(), -point.abs())

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_plus._memory import memory_budget
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.geometry.particles import ParticleLandscape
 
@@ -76,24 +75,6 @@ def test_gradients_are_those_of_each_point(net, keyed, way):
             assert one.way == ("mapped" if way == "recorded" else way)
             one.expect(1000)
     assert one.way == way
-
-
-def test_parts_that_fit_into_memory_add_up():
-    sizes = []
-
-    class Noting(nn.Sequential):
-        def forward(self, x):
-            sizes.append(len(x))
-            return super().forward(x)
-
-    net = Noting(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    one, other, points = both(net, data(), chunk_size=4)
-    expected = other.gradient(points)
-    with memory_budget(20_000):
-        one.gradient(points)  # compares ways, and measures
-        sizes.clear()
-        torch.testing.assert_close(one.gradient(points), expected, rtol=1e-10, atol=1e-10)
-    assert max(sizes) < 12
 
 
 def test_subsets_share_what_was_learnt():

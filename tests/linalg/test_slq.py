@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
 import torch
-from problems import basis, generator, normal, with_spectrum
-from torch.autograd import gradcheck
+from problems import basis, generator, with_spectrum
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
+from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.linalg import slq_logdet, slq_trace
-from laplace_plus.linalg.slq import QuadratureOptions
 
 DTYPE = torch.float64
 
@@ -32,15 +29,6 @@ class TestLogDeterminants:
         assert result.sem == 0 and result.converged and result.matvecs == n
         (gradient,) = torch.autograd.grad(result.value, leaf)
         assert relative(gradient, torch.linalg.inv(matrix)) < 1e-9
-
-    def test_a_determinant_below_one_has_a_negative_logarithm(self):
-        spectrum = torch.linspace(0.1, 0.5, 500, dtype=DTYPE)
-        matrix = with_spectrum(spectrum)
-        exact = float(spectrum.log().sum())
-        result = slq_logdet(lambda v: v @ matrix, 500, generator=generator())
-        assert exact < -500
-        assert float(result.value) == pytest.approx(exact, rel=0.02)
-        assert abs(float(result.value) - exact) < 5 * float(result.sem)
 
     def test_accuracy_on_a_condition_number_of_a_thousand(self):
         n = 1000
@@ -68,48 +56,23 @@ class TestLogDeterminants:
         assert 0.8 < sem / spread < 1.25
 
     @pytest.mark.parametrize("depth", [1, 2, 6])
-    @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
-    def test_the_gradient_times_the_operator_is_the_dimension(self, gradient, depth):
+    def test_the_gradient_times_the_operator_is_the_dimension(self, depth):
         n = 50
         matrix = with_spectrum(torch.logspace(-2, 2, n, dtype=DTYPE))
         leaf = matrix.clone().requires_grad_()
-        options = {"probes": 3, "depth": depth, "generator": generator(), "gradient": gradient}
+        options = {"probes": 3, "depth": depth, "generator": generator()}
         result = slq_logdet(lambda v: v @ leaf, n, **options)
         (found,) = torch.autograd.grad(result.value, leaf)
-        limit = 1e-12 if gradient == "krylov" else 1e-9
-        assert float((found * matrix).sum()) == pytest.approx(n, rel=limit)
+        assert float((found * matrix).sum()) == pytest.approx(n, rel=1e-12)
 
-    @pytest.mark.parametrize("options", [{}, {"shift": 0.4}, {"batch": 1}])
-    def test_the_adjoint_is_the_gradient_of_the_computed_value(self, options):
-        n = 14
-        root = normal(n, n, seed=2) / n**0.5
-        shift = options.get("shift", 0.0)
-
-        def value(root, shift):
-            return slq_logdet(
-                lambda v: (v @ root) @ root.mT + 0.2 * v,
-                n,
-                probes=2,
-                depth=5,
-                gradient="adjoint",
-                generator=generator(),
-                parameters=[root],
-                dtype=DTYPE,
-                **options | {"shift": shift},
-            ).value
-
-        inputs = (root.requires_grad_(), torch.tensor(shift, dtype=DTYPE, requires_grad=shift > 0))
-        assert gradcheck(value, inputs, atol=1e-6, fast_mode=True)
-
-    @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
-    def test_the_gradients_are_unbiased(self, gradient):
+    def test_the_gradients_are_unbiased(self):
         n = 16
         matrix = with_spectrum(torch.linspace(0.5, 2, n, dtype=DTYPE))
         leaf = matrix.clone().requires_grad_()
         exact = torch.linalg.inv(matrix.detach())
         found = []
         for seed in range(100):
-            options = {"probes": 2, "depth": 5, "generator": generator(seed), "gradient": gradient}
+            options = {"probes": 2, "depth": 5, "generator": generator(seed)}
             (new,) = torch.autograd.grad(slq_logdet(lambda v: v @ leaf, n, **options).value, leaf)
             found.append((new + new.mT) / 2)
         samples = torch.stack(found)
@@ -198,8 +161,7 @@ class TestLogDeterminants:
         assert abs(float(result.value) - float(spectrum.log().sum())) > 4 * float(result.sem)
 
 
-@pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
-def test_known_eigenpairs_are_deflated_by_the_caller(gradient):
+def test_known_eigenpairs_are_deflated_by_the_caller():
     n = 600
     spectrum = torch.cat([torch.linspace(1, 2, 560, dtype=DTYPE), torch.logspace(1, 3, 40, dtype=DTYPE)])
     matrix, vectors = with_spectrum(spectrum), basis(n)
@@ -209,7 +171,7 @@ def test_known_eigenpairs_are_deflated_by_the_caller(gradient):
         inside = v @ u @ u.mT
         return (v - inside) @ leaf - ((v - inside) @ leaf) @ u @ u.mT + inside
 
-    options = {"probes": 4, "depth": 12, "gradient": gradient}
+    options = {"probes": 4, "depth": 12}
     plain = slq_logdet(lambda v: v @ matrix, n, generator=generator(), **options)
     rest = slq_logdet(deflated, n, generator=generator(), **options)
     value = rest.value + (u.mT @ leaf @ u).diagonal().log().sum()
@@ -242,30 +204,6 @@ class TestTracesOfFunctions:
         with torch.no_grad():
             result = slq_logdet(lambda v: v @ matrix, 400, probes=2, depth=10)
         assert not result.value.requires_grad and result.matvecs == 20
-
-    @pytest.mark.parametrize(
-        "bad",
-        [{"probes": 0}, {"depth": 0}, {"tolerance": -1.0}, {"gradient": "x"}, {"distribution": "x"}, {"shift": -1}],
-    )
-    def test_bad_arguments(self, bad):
-        with pytest.raises(ConfigurationError):
-            slq_logdet(lambda v: v, 500, **bad)
-
-    def test_bad_operators(self):
-        skew = torch.eye(500) + torch.triu(torch.ones(500, 500), 1)
-        for n in (100, 500):
-            with pytest.raises(OperatorError, match="not symmetric"):
-                slq_logdet(lambda v, n=n: v @ skew[:n, :n], n)
-            with pytest.raises(NonFiniteError):
-                slq_logdet(lambda v: v * torch.nan, n, dtype=DTYPE)
-            with pytest.raises(OperatorError):
-                slq_logdet(lambda v: v[..., :-1], n)
-            with pytest.raises(OperatorError):
-                slq_logdet(lambda v: v.float(), n, dtype=DTYPE)
-
-
-def test_the_keywords_of_traces_are_those_of_log_determinants():
-    assert set(inspect.signature(slq_trace).parameters) == {"matvec", "f", "n", *QuadratureOptions.__annotations__}
 
 
 def test_one_step_does_not_count_as_converged():

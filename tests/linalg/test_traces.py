@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import generator, normal
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
 from laplace_plus.linalg import draw_probes, trace
 from laplace_plus.linalg.sketches import Sketch
 
 DTYPE = torch.float64
-METHODS = ["xtrace", "xnystrace", "hutch++", "hutchinson"]
+METHODS = ["xtrace", "xnystrace", "hutchinson"]
 # The first two scale all probes but signs to one length; to the others any probes with a second moment of I are alike.
-ALIKE = {("xtrace", "gaussian"), ("xnystrace", "gaussian"), ("hutch++", "sphere"), ("hutchinson", "sphere")}
+ALIKE = {("xtrace", "gaussian"), ("xnystrace", "gaussian"), ("hutchinson", "sphere")}
 
 
 def semi_definite(n, rank=None, seed=0):
@@ -66,19 +65,15 @@ class TestAccuracy:
     @pytest.mark.parametrize(
         ("spectrum", "method", "expected"),
         [
-            ("flat", "hutch++", 2.8e-3),
             ("flat", "xtrace", 2.0e-3),
             ("flat", "xnystrace", 1.6e-3),
             ("algebraic", "hutchinson", 1.2e-1),
-            ("algebraic", "hutch++", 2.1e-3),
             ("algebraic", "xtrace", 9.5e-4),
             ("algebraic", "xnystrace", 8e-4),
             ("exponential", "hutchinson", 7.6e-2),
-            ("exponential", "hutch++", 1.9e-4),
             ("exponential", "xtrace", 8e-6),
             ("exponential", "xnystrace", 6e-9),
             ("step", "hutchinson", 2.2e-2),
-            ("step", "hutch++", 3.1e-2),
             ("step", "xtrace", 3.4e-2),
             ("step", "xnystrace", 7e-3),
         ],
@@ -117,7 +112,7 @@ class TestAccuracy:
         values = self.spectra["exponential"].float()
         result = trace(lambda v: v * values, self.n, method=method, generator=generator())
         assert result.value.dtype == torch.float32
-        limit = {"xtrace": 5e-5, "xnystrace": 1e-5, "hutch++": 1e-3, "hutchinson": 1e-6}[method]
+        limit = {"xtrace": 5e-5, "xnystrace": 1e-5, "hutchinson": 1e-6}[method]
         assert float(result.value) == pytest.approx(float(values.sum()), rel=limit)
 
     @pytest.mark.parametrize("method", METHODS)
@@ -159,7 +154,7 @@ class TestUnbiased:
 
     def test_operators_that_are_neither_symmetric_nor_definite(self):
         matrix = normal(200, 200) / 200**0.5 + torch.diag(torch.linspace(-1, 2, 200, dtype=DTYPE))
-        for method in ("xtrace", "hutch++", "hutchinson"):
+        for method in ("xtrace", "hutchinson"):
             result = trace(lambda v: v @ matrix.mT, 200, method=method, generator=generator(3))
             assert abs(result.value - matrix.trace()) < 4 * result.sem
 
@@ -188,7 +183,7 @@ class TestExact:
         assert torch.equal(gradient, torch.eye(n, dtype=DTYPE))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    @pytest.mark.parametrize("method", ["xtrace", "xnystrace", "hutch++"])
+    @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
     def test_when_the_budget_covers_the_rank(self, method, dtype):
         matrix = semi_definite(300, 7).to(dtype)
         result = trace(lambda v: v @ matrix, 300, method=method, generator=generator())
@@ -265,40 +260,3 @@ class TestControl:
             return trace(lambda v: v @ root @ root.mT, 12, dtype=DTYPE, **options).value
 
         assert torch.autograd.gradcheck(value, (root,))
-
-
-class TestBadInput:
-    def test_indefinite_and_asymmetric_operators_are_found_by_the_nystrom_estimator(self):
-        spectrum = torch.linspace(-1, 1, 300, dtype=DTYPE)
-        with pytest.raises(NotPositiveDefiniteError, match="semi-definite"):
-            trace(lambda v: v * spectrum, 300, method="xnystrace", generator=generator())
-        skew = semi_definite(300) + torch.triu(torch.ones(300, 300, dtype=DTYPE))
-        with pytest.raises(OperatorError, match="not symmetric"):
-            trace(lambda v: v @ skew, 300, method="xnystrace", generator=generator())
-
-    @pytest.mark.parametrize("method", METHODS)
-    @pytest.mark.parametrize("n", [10, 300])
-    def test_operators(self, method, n):
-        with pytest.raises(NonFiniteError):
-            trace(lambda v: v * torch.nan, n, method=method)
-        with pytest.raises(OperatorError):
-            trace(lambda v: v[..., :-1], n, method=method)
-        with pytest.raises(OperatorError):
-            trace(lambda v: v.double(), n, method=method)
-
-    @pytest.mark.parametrize(
-        "bad",
-        [
-            {"method": "exact"},
-            {"distribution": "uniform"},
-            {"matvecs": 0},
-            {"matvecs": 3},
-            {"matvecs": 5, "method": "hutch++"},
-            {"tolerance": -1.0},
-            {"tolerance": 0.1, "cap": 10},
-            {"dtype": torch.int64},
-        ],
-    )
-    def test_arguments(self, bad):
-        with pytest.raises(ConfigurationError):
-            trace(lambda v: v, 300, **bad)

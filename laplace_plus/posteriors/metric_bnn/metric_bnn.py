@@ -216,7 +216,7 @@ class MetricBNN(ResumableFit):
             temperature=self._temperature,
             chunk_size=min(self.chunk_size, self.walk.n_particles),
         )
-        parts = (part for batch in self.batches(data) for part, _ in landscape.parts(batch, landscape.vector[None]))
+        parts = self.batches(data)
         slopes = (loss_gradient(self.network, self.likelihood, part, landscape.vector) for part in parts)
         if not any(bool(slope.any()) for slope, _ in slopes):
             raise self.zero_curvature()

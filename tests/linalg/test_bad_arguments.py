@@ -1,0 +1,137 @@
+"""What each function refuses, and how: one table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import generator, normal
+
+from laplace_plus import linalg
+from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, SVDProjection
+
+N = 8
+ROOT = normal(N, N)
+A, V = ROOT @ ROOT.T + torch.eye(N, dtype=torch.float64), normal(N, seed=1)
+SKEW = A + torch.triu(torch.ones(N, N, dtype=torch.float64))
+
+
+def times(v):
+    return v @ A
+
+
+USES = {
+    "lanczos": lambda f: linalg.lanczos(f, V, 3),
+    "arnoldi": lambda f: linalg.arnoldi(f, V, 3),
+    "bidiagonalize": lambda f: linalg.bidiagonalize(f, V, 3),
+    "matrix_function": lambda f: linalg.matrix_function(f, torch.exp, V),
+    "bilinear": lambda f: linalg.bilinear(f, torch.exp, V),
+    "arnoldi_function": lambda f: linalg.arnoldi_function(f, torch.matrix_exp, V),
+    "trace": lambda f: linalg.trace(f, N, dtype=torch.float64),
+    "trace, nystrom": lambda f: linalg.trace(f, N, matvecs=4, method="xnystrace", dtype=torch.float64),
+    "diagonal": lambda f: linalg.diagonal(f, N, dtype=torch.float64),
+    "slq_logdet": lambda f: linalg.slq_logdet(f, N, dtype=torch.float64),
+    "nystrom": lambda f: linalg.nystrom(f, N, 3, dtype=torch.float64),
+    "eigsh": lambda f: linalg.eigsh(f, N, 1, dtype=torch.float64),
+    "eigsh, restarted": lambda f: linalg.eigsh(f, N, 1, subspace=4, dtype=torch.float64),
+    "svds": lambda f: linalg.svds(f, N, 1, dtype=torch.float64),
+    "cg": lambda f: linalg.cg(f, V),
+    "lsmr": lambda f: linalg.lsmr(f, None, V, n=N),
+    "project_null_space": lambda f: linalg.project_null_space(f, None, V, m=N),
+}
+SYMMETRIC = ["lanczos", "matrix_function", "bilinear", "slq_logdet", "nystrom", "eigsh", "cg"]
+every = pytest.mark.parametrize("use", USES.values(), ids=USES)
+
+
+@every
+@pytest.mark.parametrize(
+    "operator",
+    [A, lambda v: v[..., :-1], lambda v: v.float() @ A.float(), lambda v: (v @ A)[None], lambda v: None],
+    ids=["a tensor", "another length", "another type", "another axis", "nothing"],
+)
+def test_operators_of_no_use(use, operator):
+    with pytest.raises(OperatorError, match="Expected"):
+        use(operator)
+
+
+@pytest.mark.parametrize("name", [name for name in USES if name not in ("cg", "lsmr", "project_null_space")])
+def test_products_that_are_not_finite(name):
+    with pytest.raises(NonFiniteError):
+        USES[name](lambda v: v * torch.nan)
+
+
+@pytest.mark.parametrize("name", [name for name in USES if name.partition(",")[0] in SYMMETRIC])
+def test_operators_that_are_not_symmetric(name):
+    with pytest.raises(OperatorError, match="not symmetric"):
+        USES[name](lambda v: v @ SKEW.T)
+
+
+REFUSED = {
+    OperatorError: {
+        "lanczos, zero": lambda: linalg.lanczos(times, torch.stack([V, 0 * V]), 2),
+        "arnoldi, zero": lambda: linalg.arnoldi(times, 0 * V, 2),
+        "bidiagonalize, zero": lambda: linalg.bidiagonalize(times, 0 * V, 2),
+        "bidiagonalize, transpose": lambda: linalg.bidiagonalize(times, V, 2, rmatvec=lambda u: 2 * u @ A),
+        "lsmr, transpose": lambda: linalg.lsmr(times, lambda u: 2 * u @ A, V),
+        "svds, transpose": lambda: linalg.svds(times, N, 1, rmatvec=lambda u: 2 * u @ A, dtype=torch.float64),
+        "cg, preconditioner": lambda: linalg.cg(times, V, preconditioner=lambda r: r[:2]),
+    },
+    NotPositiveDefiniteError: {
+        "nystrom": lambda: linalg.nystrom(lambda v: -times(v), N, 3, dtype=torch.float64),
+        "trace": lambda: linalg.trace(lambda v: -v, 300, method="xnystrace", generator=generator()),
+        "slq_logdet": lambda: linalg.slq_logdet(lambda v: -times(v), N, dtype=torch.float64),
+    },
+    NonFiniteError: {
+        "lanczos": lambda: linalg.lanczos(times, V * torch.nan, 2),
+        "eigsh, start of zeros": lambda: linalg.eigsh(times, N, 1, v0=0 * V, subspace=4),
+        "SVDProjection": lambda: SVDProjection().prepare(linalg.Dense(A * torch.nan), list),
+    },
+    ConfigurationError: {
+        "lanczos, depth": lambda: linalg.lanczos(times, V, 0),
+        "lanczos, more than n": lambda: linalg.lanczos(times, V, N + 1),
+        "lanczos, integers": lambda: linalg.lanczos(times, V.long(), 2),
+        "arnoldi, a number": lambda: linalg.arnoldi(times, V.sum(), 2),
+        "arnoldi, tolerance": lambda: linalg.arnoldi(times, V, 2, tolerance=float("nan")),
+        "matrix_function, tolerance": lambda: linalg.matrix_function(times, torch.exp, V, tolerance=-1.0),
+        "bilinear, cap": lambda: linalg.bilinear(times, torch.exp, V, cap=0),
+        "arnoldi_function, depth": lambda: linalg.arnoldi_function(times, torch.matrix_exp, V, depth=0),
+        "phi": lambda: linalg.phi(-1),
+        "slq, probes": lambda: linalg.slq_logdet(times, N, probes=0),
+        "slq, distribution": lambda: linalg.slq_logdet(times, N, distribution="x"),
+        "slq, shift": lambda: linalg.slq_logdet(times, N, shift=-1.0),
+        "trace, method": lambda: linalg.trace(times, N, method="exact"),
+        "trace, distribution": lambda: linalg.trace(lambda v: v, 300, distribution="uniform"),
+        "trace, matvecs": lambda: linalg.trace(lambda v: v, 300, matvecs=3),
+        "trace, cap": lambda: linalg.trace(lambda v: v, 300, tolerance=0.1, cap=10),
+        "trace, integers": lambda: linalg.trace(lambda v: v, N, dtype=torch.int64),
+        "diagonal, method": lambda: linalg.diagonal(times, N, method="x"),
+        "nystrom, rank": lambda: linalg.nystrom(times, N, 1.5),
+        "eigsh, k": lambda: linalg.eigsh(times, N, 0),
+        "eigsh, more than n": lambda: linalg.eigsh(times, N, N + 1),
+        "eigsh, which": lambda: linalg.eigsh(times, N, 1, which="LM"),
+        "eigsh, start": lambda: linalg.eigsh(times, N, 1, v0=V[:3]),
+        "eigsh, subspace": lambda: linalg.eigsh(times, N, 3, subspace=3),
+        "cg, tolerance": lambda: linalg.cg(times, V, rtol=-1.0),
+        "cg, cap": lambda: linalg.cg(times, V, max_iterations=0),
+        "cg, text": lambda: linalg.cg(times, "b"),
+        "cg, integers": lambda: linalg.cg(times, V.long()),
+        "cg, first guess": lambda: linalg.cg(times, V, x0=V[:3]),
+        "cg, type of the first guess": lambda: linalg.cg(times, V, x0=V.float()),
+        "lsmr, damping": lambda: linalg.lsmr(times, times, V, damp=torch.zeros(2)),
+        "lsmr, condition": lambda: linalg.lsmr(times, times, V, conlim=-1.0),
+        "lsmr, columns": lambda: linalg.lsmr(times, None, V),
+        "project_null_space, tolerance": lambda: linalg.project_null_space(times, times, V, atol=-1.0),
+        "SVDProjection": lambda: SVDProjection(rtol=-1.0),
+        "LSMRProjection": lambda: LSMRProjection(tolerance=2.0),
+        "AlternatingProjection": lambda: AlternatingProjection(max_sweeps=0),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [pytest.param(error, call, id=name) for error, calls in REFUSED.items() for name, call in calls.items()],
+)
+def test_bad_arguments(error, call):
+    with pytest.raises(error, match="Expected"):
+        call()
