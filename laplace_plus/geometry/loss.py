@@ -12,7 +12,7 @@ whether a network is smooth enough for methods that differentiate its loss twice
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -294,14 +294,13 @@ class MovedNetwork(Network):
         vars(self).update(vars(network))
         self._point = network.substitute(vector.detach())
 
-    @property
     @override
-    def parameters(self) -> dict[str, Tensor]:
-        return Network.parameters.fget(self) | self._point  # type: ignore[attr-defined]
+    def tensor(self, name: str) -> Tensor:
+        return self._point[name] if name in self._point else Network.tensor(self, name)
 
     @override
-    def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
-        return Network.raw_each(self, inputs, [{**self._point, **known} for known in parameters])
+    def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None, mode: Any = None) -> Any:
+        return Network.raw(self, inputs, {**self._point, **(parameters or {})}, mode)
 
 
 def _leaves(batch: Batch) -> list[Any]:

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import ProjectionMethod
@@ -183,17 +182,11 @@ class NullSpace(ProjectedNoisePosterior):
         """``½ (r log α − α ‖θ̂ − μ‖²)``, the log evidence up to a term without α; 0-d float64, differentiable."""
         alpha = torch.as_tensor(self._prior_precision if prior_precision is None else prior_precision).double()
         checks.positive("prior_precision", float(alpha.detach()))
-        return (self.report.rank.value * alpha.log() - alpha * self._scatter()) / 2
-
-    def _scatter(self) -> Tensor:
-        return (self.mean - self._prior_mean.to(self.mean)).double().square().sum()
+        return (self.report.rank.value * alpha.log() - alpha * self.squared_distance(self.mean)) / 2
 
     def optimal_precision(self) -> float:
         """``α = r / ‖θ̂ − μ‖²``, which maximises the evidence; ConfigurationError for weights at the prior mean."""
-        scatter = self._scatter()
-        if not scatter > 0:
-            raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
-        return float(self.report.rank.value / scatter)
+        return float(self.report.rank.value / self.squared_distance(self.mean))
 
     def tunables(self) -> dict[str, list[float]]:
         """What :class:`~laplace_plus.Validation` tries: half decades of α around the optimum of the evidence."""

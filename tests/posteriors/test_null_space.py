@@ -265,21 +265,13 @@ class Root(nn.Module):
         return (x @ self.weight).abs().sqrt()
 
 
-@pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
-@pytest.mark.parametrize("projector", ["svd", "lsmr", "alternating"])
+@pytest.mark.parametrize(("kind", "projector"), [("logit", "svd"), ("ggn", "lsmr"), ("loss", "alternating")])
 def test_gradients_that_are_not_finite_are_named(kind, projector):
     x = torch.randn(3, 6, dtype=torch.float64, generator=generator())
     x[2] = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.0, 0.0])
     posterior = lp.NullSpace(Root(), "regression", rows=kind, projector=projector, n_samples=2)
     with pytest.raises(NonFiniteError):
         posterior.fit([(x, torch.zeros(3, 1, dtype=torch.float64))])
-
-
-@pytest.mark.parametrize("projector", ["lsmr", "alternating"])
-def test_progress_is_shown(problem, projector, capsys):
-    net, data = problem
-    lp.NullSpace(net, "classification", rows="loss", projector=projector, n_samples=2).fit(data, progress=True)
-    assert {"lsmr": "lsmr", "alternating": "alternating projections"}[projector] in capsys.readouterr().err
 
 
 def test_range_components_take_no_memory_where_they_are_not_wanted(problem):
@@ -309,65 +301,24 @@ def test_kernel_diffusions_of_linear_models_are_its_samples():
     torch.testing.assert_close(ends, posterior.samples, rtol=0, atol=1e-10)
 
 
-def test_an_iteration_runs_the_network_once_in_each_direction(problem):
-    """What comes with a product in forward mode, the outputs, takes no pass of its own."""
-    net, data = problem
-    calls = []
-    net.register_forward_hook(lambda *_: calls.append(1))
-    counts = []
-    for iterations in (1, 2, 5):
-        calls.clear()
-        projector = LSMRProjection(max_iterations=iterations, refinements=0)
-        with pytest.warns(ConvergenceWarning):
-            lp.NullSpace(net, "classification", rows="loss", projector=projector, n_samples=2).fit(data)
-        counts.append(len(calls))
-    assert counts[2] - counts[1] == 3 * (counts[1] - counts[0]) == 3 * 2  # small batches come together
-
-
-def test_a_prediction_for_training_data_runs_the_network_as_often_as_any_other(problem):
-    """Products that are zero up to rounding are no disagreement between ways to compute them."""
-    net, data = problem
-    posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data)
-    calls, counts = [], []
-    net.register_forward_hook(lambda *_: calls.append(1))
-    for x in (data[0][0], data[0][0] + 3):
-        calls.clear()
-        posterior.functional_posterior(x)
-        counts.append(len(calls))
-    assert counts[0] == counts[1]
-
-
 def test_bad_requests_are_named(problem):
     net, data = problem
     make = lambda **options: lp.NullSpace(net, "classification", n_samples=2, **options)  # noqa: E731
     for options in ({"rows": "all"}, {"projector": "qr"}, {"prior_precision": torch.ones(2)}, {"chunk_size": 0}):
         with pytest.raises(ConfigurationError):
             make(**options)
-    small = nn.Linear(2, 3).double()
-    for projector in ("svd", "lsmr"):
-        posterior = lp.NullSpace(small, "classification", projector=projector, n_samples=2)
-        with pytest.raises(UnsupportedError, match="no direction free"):
-            posterior.fit(data)
     with pytest.warns(ConvergenceWarning, match="did not meet"):
         make(projector=LSMRProjection(max_iterations=2)).fit(data)
+    fitted = make(projector=SVDProjection()).fit(data)
     with pytest.raises(UnsupportedError, match="cannot be updated"):
-        make(projector=SVDProjection()).fit(data).update(data)
-    fitted = make(projector="svd").fit(data)
-    with pytest.raises(ConfigurationError, match="held-out"):
-        fitted.fit_prior_precision("validation")
-    with pytest.raises(ConfigurationError, match="unknown method"):
-        fitted.fit_prior_precision("mackay")
-    with pytest.raises(UnsupportedError, match="no gradients"):
-        fitted.functional_posterior(data[0][0], differentiable=True)
+        fitted.update(data)
     before, precision = fitted.samples, fitted.prior_precision
     for several in (torch.ones(2), torch.linspace(1, 2, fitted.n_parameters, dtype=torch.float64)):
         with pytest.raises(ConfigurationError, match="a single prior precision"):
             fitted.prior_precision = several
-    with pytest.raises(ConfigurationError, match="not proper"):
-        fitted.prior_precision = -1.0
     assert torch.equal(fitted.samples, before)
     fitted.prior_precision = 4 * precision
-    assert not torch.equal(fitted.samples, before)
+    torch.testing.assert_close(fitted.samples - fitted.mean, (before - fitted.mean) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -328,7 +328,7 @@ def test_a_saved_posterior_knows_its_tuning_and_solves_on(tmp_path):
     with pytest.raises(DataError, match="data=train_loader"):
         loaded.sample(1)
     torch.testing.assert_close(loaded.solve(data).samples, posterior.samples)
-    with pytest.raises(DataError, match="noise was drawn"):
+    with pytest.raises(DataError, match="not the data of the fit"):
         lp.load(tmp_path / "saved", model).solve(data[:1])
 
 

@@ -378,16 +378,6 @@ def test_everything_is_loaded(problem, tmp_path):
     assert loaded.elbo(data) == posterior.elbo()
 
 
-def test_the_data_of_the_fit_are_known_to_a_loaded_posterior(problem, tmp_path):
-    net, data = problem
-    lp.VIKING(net, "classification", projector="svd", n_samples=2).fit(data).save(tmp_path / "p")
-    loaded = lp.load(tmp_path / "p", net)
-    (x, y), *rest = data
-    with pytest.raises(DataError, match="6 others"):
-        loaded.elbo([(x + 1, y), *rest])
-    assert math.isfinite(loaded.elbo(data).elbo)
-
-
 @pytest.mark.slow
 def test_a_second_fit_starts_from_what_the_caller_set(problem):
     net, data = problem
@@ -401,29 +391,29 @@ def test_a_second_fit_starts_from_what_the_caller_set(problem):
     assert posterior.fit_prior_precision().elbo().elbo > before
 
 
+BAD = (
+    {"rows": "all"},
+    {"projector": "qr"},
+    {"mode": "both"},
+    {"mode": {"gamma": 1.5}},
+    {"mode": {"noise": "none"}},
+    {"expectation": "exact"},
+    {"kl_weight": 0.0},
+    {"image_std": -1.0},
+    {"scale_iterations": 0},
+    {"prior_precision": torch.ones(2)},
+)
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
+def test_bad_arguments_are_refused(problem, options):
+    with pytest.raises(ConfigurationError):
+        lp.VIKING(problem[0], "classification", **options)
+
+
 def test_bad_requests_are_named(problem):
     net, data = problem
     make = lambda **options: lp.VIKING(net, "classification", n_samples=2, **options)  # noqa: E731
-    for options in (
-        {"rows": "all"},
-        {"projector": "qr"},
-        {"mode": "both"},
-        {"expectation": "exact"},
-        {"kl_weight": 0.0},
-        {"image_std": -1.0},
-        {"scale_iterations": 0},
-        {"prior_precision": torch.ones(2)},
-        {"chunk_size": 0},
-    ):
-        with pytest.raises(ConfigurationError):
-            make(**options)
-    for options in ({"gamma": 1.5}, {"epochs": 0}, {"noise": "none"}, {"learning_rate": 0.0}):
-        with pytest.raises(ConfigurationError):
-            lp.ELBOTraining(**options)
-    with pytest.raises(DataError, match="used once"):
-        make().fit(iter(data))
-    with pytest.raises(UnsupportedError, match="cannot be updated"):
-        make(projector="svd").fit(data).update(data)
     with pytest.raises(ConvergenceWarning, match="ended before"):
         make(scale_iterations=1).fit(data)
     with pytest.raises(ConfigurationError, match="prior mean"):
@@ -431,19 +421,9 @@ def test_bad_requests_are_named(problem):
     fitted = make().fit(data)
     (x, y), *rest = data
     for others in (data[:2], [(x, (y + 1) % 3), *rest], [(x + 1, y), *rest]):
-        for ask in (fitted.elbo, lambda data: fitted.fit_prior_precision(data=data)):
-            with pytest.raises(DataError, match="not the data of the fit"):
-                ask(others)
+        with pytest.raises(DataError, match="not the data of the fit"):
+            fitted.elbo(others)
     torch.testing.assert_close(fitted.elbo(data[::-1]).elbo, fitted.elbo().elbo)
-    before, precision = fitted.samples, fitted.prior_precision
-    for several in (torch.ones(2), torch.linspace(1, 2, fitted.n_parameters, dtype=torch.float64)):
-        with pytest.raises(ConfigurationError, match="a single prior precision"):
-            fitted.prior_precision = several
-    with pytest.raises(ConfigurationError, match="not proper"):
-        fitted.prior_precision = -1.0
-    assert torch.equal(fitted.samples, before)
-    fitted.prior_precision = 4 * precision
-    assert not torch.equal(fitted.samples, before)
 
 
 @pytest.mark.parametrize("mode", ["post_hoc", "train"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks, kernels
-from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
@@ -188,6 +188,13 @@ class ProjectedNoisePosterior(SampleBased):
         noise.report.warn_unless_converged()
         self._noise, self._vector, self._ad_modes = noise, center.vector(), ADModes()
         return noise
+
+    def squared_distance(self, mean: Tensor) -> Tensor:
+        """``‖θ − μ‖²`` of a mean θ ``[P]`` from the prior's, 0-d float64; ConfigurationError where it is zero."""
+        found = (mean - self._prior_mean.to(mean)).double().square().sum()
+        if not found > 0:
+            raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ − μ‖ = 0")
+        return found
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -18,9 +18,8 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network.batches import same_sum
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
@@ -34,7 +33,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
 
@@ -199,9 +198,8 @@ class SampledLaplace(SampleBased):
         data = self.training_data.again(data, WHY)
         found = TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
         assert self._state is not None
-        if found.curvature.n_data != self.n_data or not same_sum(self._state.data_sum, found.curvature.data_sum):
-            what, expected = "These are not the data that the noise was drawn for.", f"the {self.n_data} of fit()"
-            raise DataError(what, expected=expected, got=f"{found.curvature.n_data} others")
+        now = found.curvature.n_data, found.curvature.data_sum
+        require_same_data("the fit", (self.n_data, self._state.data_sum), now)
         return found
 
     def solved_state(self) -> SampledState:

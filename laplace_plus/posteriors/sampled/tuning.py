@@ -25,7 +25,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.sampled.effective_dimension import (
     SampledMethod,
@@ -39,7 +39,7 @@ from laplace_plus.posteriors.sampled.objective import PriorUnits, Solved
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
 from laplace_plus.tuning.base import tunes_noise
-from laplace_plus.tuning.groups import check_structure, chosen_groups, with_floor
+from laplace_plus.tuning.groups import chosen_groups, with_floor
 from laplace_plus.tuning.objective import updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
@@ -126,11 +126,8 @@ class SampledEvidence:
     optimum_tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_structure(self.structure)
-        if self.structure == "diagonal":
-            raise ConfigurationError(
-                "Samples tell precisions of groups alone.", expected='"scalar", "layerwise" or groups', got='"diagonal"'
-            )
+        if not isinstance(self.structure, Groups):
+            checks.choice("structure", self.structure, ("scalar", "layerwise", "normalized_groups"))
         checks.count("max_steps", self.max_steps)
         checks.positive("tolerance", self.tolerance)
         checks.positive("optimum_tolerance", self.optimum_tolerance)

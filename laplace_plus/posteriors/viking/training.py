@@ -24,7 +24,6 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
@@ -67,14 +66,12 @@ class ELBOTraining:
     n_samples: int = 1
 
     def __post_init__(self) -> None:
-        checks.count("epochs", self.epochs)
-        checks.count("n_samples", self.n_samples)
-        checks.count("n_projected", self.n_projected)
+        for name in ("epochs", "n_samples", "n_projected"):
+            checks.count(name, getattr(self, name))
+        checks.count("scale_epochs", self.scale_epochs, 0)
         checks.positive("learning_rate", self.learning_rate)
         checks.positive("scale_learning_rate", self.scale_learning_rate)
-        if self.scale_epochs < 0 or not 0 <= self.gamma <= 1:
-            what, expected = "A number of the training is out of range.", "scale_epochs >= 0 and 0 <= gamma <= 1"
-            raise ConfigurationError(what, expected=expected, got=str(self))
+        checks.number("gamma", self.gamma, least=0.0, most=1.0)
         checks.choice("noise", self.noise, ("projected", "alternating"))
 
 

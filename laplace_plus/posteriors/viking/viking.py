@@ -16,14 +16,14 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
+from laplace_plus.errors import ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, resolve_option
-from laplace_plus.posteriors.projection.noise import ProjectedNoise, ProjectedNoisePosterior
+from laplace_plus.posteriors.projection.noise import ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import survey
@@ -165,7 +165,8 @@ class VIKING(ProjectedNoisePosterior):
             training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
             theta, logs, history = training.run(logs, seed, progress=progress)
             center = MovedNetwork(self.network, theta)
-        bound = self._bound_at(elbo, center, self._fit_noise(center, data, seed, progress=progress))
+        self.squared_distance(center.vector())  # at zero the bound has no optimum
+        bound = BoundAtMean(elbo, center, self._fit_noise(center, data, seed, progress=progress), self.n_outputs)
         logs, converged = bound.maximise(logs, self.scale_iterations, history)
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
@@ -200,16 +201,11 @@ class VIKING(ProjectedNoisePosterior):
         own = self.expectation, self._prior_mean, temperature, self.kl_weight, self.n_data, self.network.device
         return ELBO(self.likelihood, data, *own)
 
-    def _bound_at(self, elbo: ELBO, center: Network, noise: ProjectedNoise) -> BoundAtMean:
-        if not elbo.squared_distance(center.vector()) > 0:
-            raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
-        return BoundAtMean(elbo, center, noise, self.n_outputs)
-
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
         again = self.training_data.again(data, WHY)
         n_data, _, sums = survey(self, again)
         require_same_data("the fit", (self.n_data, self._data_sum), (n_data, float(sums[0])))
-        return self._bound_at(self._elbo(again), self._center, self.noise)
+        return BoundAtMean(self._elbo(again), self._center, self.noise, self.n_outputs)
 
     @property
     def _center(self) -> Network:
