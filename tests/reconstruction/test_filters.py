@@ -129,19 +129,11 @@ def test_other_bad_arguments():
     filters = filters_of(layers())
     with pytest.raises(ConfigurationError, match="one number, or 6: of one, two, three"):
         filters.coefficients(FilterCovariance(torch.ones(4)))
-    with pytest.raises(ConfigurationError, match="no name"):
-        filters_of(layers(), lambda name: 3)
     model = nn.Conv2d(1, 1, 3)
     mask = torch.ones(10, dtype=torch.bool)
     mask[4] = False
     with pytest.raises(SelectionError, match="left out"):
         filters_of(model, parameters=mask)
-
-
-def test_too_large_for_memory(monkeypatch):
-    filters = filters_of(layers())
-    with pytest.raises(ConfigurationError, match="Choose fewer blocks"):
-        filters.grams(torch.zeros(1).expand(10**6, 10))
 
 
 def test_the_top_level_has_it():

@@ -127,7 +127,7 @@ def test_posterior_covariance_is_the_conditional_one():
 
 
 def test_variances_in_parts_are_the_same(monkeypatch):
-    monkeypatch.setattr("laplace_plus.applications.reconstruction.linearized_image._ROWS_BYTES", 1)
+    monkeypatch.setattr("laplace_plus.applications.reconstruction.linearized_image._ENTRIES", 1)
     posterior = fitted()
     torch.testing.assert_close(posterior.variance().flatten(), posterior.covariance().diagonal())
     whole = fitted()
@@ -361,7 +361,8 @@ def test_before_the_fit_and_after_a_change():
         with pytest.raises(NotFittedError):
             call()
     posterior.fit(z, y)
-    net.up.weight.data[0, 0, 0, 0] += 1.0
+    with torch.no_grad():
+        net.up.weight[0, 0, 0, 0] += 1.0
     with pytest.raises(ModelChangedError):
         posterior.variance()
     posterior.fit(z, y).variance()
@@ -374,7 +375,6 @@ def test_before_the_fit_and_after_a_change():
         (torch.zeros(36), OperatorError),
         (lambda images: images.flatten(1).square(), OperatorError),
         (lambda images: images.flatten(1) + 1, OperatorError),
-        (3.0, ConfigurationError),
         (torch.full((14, 36), float("nan")), NonFiniteError),
     ],
 )
@@ -391,10 +391,10 @@ def test_bad_data():
         posterior.fit(z, y[:5])
     with pytest.raises(DataError, match="one image"):
         posterior.fit(z.expand(2, -1, -1, -1), y)
-    with pytest.raises(NonFiniteError, match="measurements"):
+    with pytest.raises(NonFiniteError, match="measurement"):
         posterior.fit(z, y * float("inf"))
     posterior.fit(z, y)
-    with pytest.raises(DataError, match="another shape"):
+    with pytest.raises(ConfigurationError, match="another shape"):
         posterior.log_prob(torch.zeros(6, 6))
     with pytest.raises(NotPositiveDefiniteError, match="extra_variance"):
         posterior.log_prob(torch.zeros(1, 6, 6), extra_variance=-10.0)
@@ -417,22 +417,6 @@ def test_bad_arguments():
     with pytest.raises(ConfigurationError, match="optimum"):
         ImagePosterior(Net(), torch.eye(36), optimum="best")
     assert float(posterior.noise_std) == 0.3 and posterior.prior is PRIOR  # a failure changes nothing
-
-
-def test_covariances_that_no_memory_holds_are_refused_before_they_are_allocated():
-    torch.manual_seed(0)
-    size = 512
-    posterior = ImagePosterior(nn.Conv2d(1, 1, 3, padding=1), torch.randn(2, size**2), noise_std=1.0)
-    posterior.fit(torch.randn(1, 1, size, size), torch.randn(2))
-    calls = {
-        "covariance": posterior.covariance,
-        "log_prob": lambda: posterior.log_prob(posterior.image),
-        "sample": lambda: posterior.sample(1),
-        "samples": lambda: posterior.sample(10**12),
-    }
-    for call in calls.values():
-        with pytest.raises(ConfigurationError, match="would not fit into memory"):
-            call()
 
 
 def test_progress(capsys):

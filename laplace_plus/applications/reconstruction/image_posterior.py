@@ -9,10 +9,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from laplace_plus import checks
-from laplace_plus._memory import require_free
-from laplace_plus.applications.reconstruction.images import numbers
 from laplace_plus.applications.reconstruction.linearized_image import LinearizedImage, _cholesky
-from laplace_plus.errors import DataError, NonFiniteError
 from laplace_plus.posteriors.configuration import full_precision
 
 
@@ -52,7 +49,7 @@ class ImagePosterior(LinearizedImage):
 
     @full_precision
     def covariance(self) -> Tensor:
-        """The posterior covariance of all pixels, ``[d_x, d_x]`` float64; ConfigurationError if out of memory."""
+        """The posterior covariance of all pixels, ``[d_x, d_x]`` float64."""
         self.require_fit()
         return next(self._covariances([torch.arange(self.image.numel())]))
 
@@ -70,20 +67,15 @@ class ImagePosterior(LinearizedImage):
         """Log-density of an image, in nats per pixel, 0-d float64.
 
         Args:
-            image: Of the shape of f(z); DataError for another.
+            image: Of the shape of f(z); ConfigurationError for another.
             patch: p: patches of p × p pixels, less at the border, are taken as independent; by default all are one.
-                ConfigurationError where their covariance does not fit into memory.
             extra_variance: c ≥ 0, added to the variance of each pixel, such as :meth:`image_noise`;
                 NotPositiveDefiniteError where the sum is singular.
             progress: Whether to show a progress bar.
         """
         self.require_fit()
-        image = numbers("pixels", image).to(self.image.device)
-        if image.shape != self.image.shape:
-            expected, got = f"{tuple(self.image.shape)}", f"{tuple(image.shape)}"
-            raise DataError("The image has another shape than the network's.", expected=expected, got=got)
-        if not bool(image.isfinite().all()):
-            raise NonFiniteError("Not finite: the image.", expected="numbers", got="NaN or infinity")
+        image = torch.as_tensor(image).double().to(self.image.device)
+        checks.finite("The image", checks.shape("The image", image, self.image.shape))
         mean, image = self.image.double().flatten(), image.flatten()
         parts = _patches(self.image.shape, max(self.image.shape[-2:]) if patch is None else patch)
         total = torch.zeros_like(mean[0])
@@ -105,22 +97,17 @@ class ImagePosterior(LinearizedImage):
 
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Images from the posterior, ``[n, *, H, W]``; ConfigurationError if they, or their covariance, do not fit."""
+        """Images from the posterior, ``[n, *, H, W]``."""
         self.require_fit()
         checks.count("n", n)
-        size, device = 32 * n * self.image.numel(), self.image.device
-        require_free(size, f"{n} images", device, "Draw fewer at a time.")
         values, vectors = torch.linalg.eigh(self.covariance())
-        device = device if generator is None else generator.device
+        device = values.device if generator is None else generator.device
         noise = torch.randn(n, len(values), generator=generator, device=device, dtype=values.dtype)
         drawn = (noise.to(values) * values.clamp_min(0).sqrt()) @ vectors.mT
         return self.image + drawn.view(n, *self.image.shape).to(self.image)
 
     def _covariances(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
-        """The posterior covariance of some pixels at a time; ConfigurationError if the most of them do not fit."""
-        most = 0 if isinstance(parts, int) else max(map(len, parts))
-        size = most * (32 * most + 16 * len(self._matrix) + 3 * self._jacobian[0].nbytes)
-        require_free(size, f"The covariance of {most:,} pixels", self._jacobian.device, "Take variance(), or patches.")
+        """The posterior covariance of some pixels at a time."""
         root, coefficients = self._root().detach(), self.filters.coefficients(self.prior).detach()
         for rows in self._chunks(parts, lambda found: found.flatten(1), progress):
             across = self.filters.product(rows, self._jacobian, coefficients)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from laplace_plus import checks, errors
-from laplace_plus._memory import require_free, slices
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications.reconstruction.filters import FilterCovariance, Filters
-from laplace_plus.applications.reconstruction.images import differences, expected_absolute, numbers, operator_matrix
+from laplace_plus.applications.reconstruction.images import differences, expected_absolute, operator_matrix
 from laplace_plus.applications.reconstruction.search import maximise
 from laplace_plus.network.batches import call, describe, output_tensor
 from laplace_plus.network.network import Network
@@ -25,7 +24,8 @@ from laplace_plus.tuning.tangent_model import batch_jacobian
 
 _LENGTHS, _VARIANCES, _NOISE = (1e-2, 1e2), (1e-10, 1e6), (1e-3, 1e2)
 """Where hyperparameters are sought: taps, squared weights, and multiples of the measurements' root mean square."""
-_ROWS_BYTES = 2**28
+_ENTRIES = 2**26
+"""Of a Jacobian's rows that are held at a time where all of them are not kept."""
 
 
 class LinearizedImage:
@@ -45,9 +45,6 @@ class LinearizedImage:
         parameters: Selection = "all",
     ):
         checks.choice("optimum", optimum, ("tangent", "network"))
-        if not isinstance(prior, FilterCovariance | None):
-            expected = "a FilterCovariance"
-            raise errors.ConfigurationError("The prior is of another kind.", expected=expected, got=repr(prior))
         self.network = Network(model, parameters, output_tensor)
         self.filters = Filters(self.network, blocks)
         self.blocks = self.filters.names
@@ -60,7 +57,7 @@ class LinearizedImage:
         """Linearise the network for its input z and the measurements y, d_y numbers in any shape.
 
         DataError or OperatorError for several images, another number of measurements than A's, or what is not linear;
-        NonFiniteError for NaN and infinity; ConfigurationError where the matrices do not fit into memory.
+        NonFiniteError for NaN and infinity.
         """
         network = self.network
         network.check_finite()
@@ -70,14 +67,11 @@ class LinearizedImage:
             raise errors.DataError("This is not one image.", expected="outputs [1, *, H, W]", got=describe(images))
         image = images[0].to(network.dtype)
         matrix = operator_matrix(self.operator, image)
-        y = numbers("measurements", y).to(network.device).flatten()
+        y = torch.as_tensor(y).double().to(network.device).flatten()
         if len(y) != len(matrix):
             raise errors.DataError("The operator gives other measurements.", expected=f"{len(matrix)}", got=f"{len(y)}")
-        for what, values in (("image", image), ("operator", matrix), ("measurements", y)):
-            if not bool(torch.isfinite(values).all()):
-                raise errors.NonFiniteError(f"Not finite: the {what}.", expected="numbers", got="NaN or infinity")
-        what, size = f"The Jacobian of {len(y):,} measurements", 2 * len(y) * network.vector().nbytes
-        require_free(size, what, network.device, "Select fewer parameters.")
+        for what, values in (("The image", image), ("The operator", matrix), ("A measurement", y)):
+            checks.finite(what, values)
         rows = self._rows(inputs, lambda found: found.flatten(1) @ matrix.mT)
         grams = self.filters.grams(rows)
         self.image, self._z, self._matrix, self._jacobian, self._grams = image, inputs, matrix, rows, grams
@@ -200,9 +194,7 @@ class LinearizedImage:
 
     def _noise(self, value: float | Tensor) -> Tensor:
         found = as_hyperparameter(value).double().to(self._grams.device)
-        if found.ndim or not 0 < float(found.detach()) < math.inf:
-            expected, got = "a finite number > 0", f"{found.tolist()}"
-            raise errors.ConfigurationError("noise_std must be a positive number.", expected=expected, got=got)
+        checks.positive("noise_std", found.tolist())
         return found
 
     def _root(self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None) -> Tensor:
@@ -226,8 +218,7 @@ class LinearizedImage:
     def _chunks(self, parts: int | list[Tensor], function: Any, progress: bool) -> Iterator[Tensor]:
         """Some rows at a time of the Jacobian of a linear function of the image; of n, as many as memory suggests."""
         if isinstance(parts, int):
-            each = 4 * self.network.n_parameters * self._jacobian.element_size()
-            parts = [torch.arange(parts)[some] for some in slices(parts, each, _ROWS_BYTES)]
+            parts = [*torch.arange(parts).split(max(1, _ENTRIES // self.network.n_parameters))]
         for part in progress_bar(parts, enabled=progress, description="Jacobian of the image"):
             index = part.to(self._jacobian.device)
             yield self._rows(self._z, lambda found, index=index: function(found)[:, index])  # type: ignore[misc]
