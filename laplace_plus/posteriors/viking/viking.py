@@ -6,7 +6,7 @@ See :mod:`laplace_plus.posteriors.viking.elbo` for the family, its divergence an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -29,8 +29,7 @@ from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBound
-from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, Expectation, terms_from_tensor, terms_to_tensor
-from laplace_plus.posteriors.viking.scales import BoundAtMean
+from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive import from_samples
 from laplace_plus.predictive.deviations import pushed
@@ -294,14 +293,17 @@ class VIKING(ProjectedNoisePosterior):
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         header, tensors = super().state()
-        history = terms_to_tensor(self._history)
+        history = torch.tensor([astuple(terms) for terms in self._history], dtype=torch.float64).reshape(-1, 6)
         tensors |= {"image_std": self.image_std, "first_precision": self._first_precision, "history": history}
         return {**header, "data_sum": self._data_sum}, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(header, tensors)
-        self._image_std, self._history = tensors["image_std"].cpu(), terms_from_tensor(tensors["history"])
+        self._image_std, self._history = (
+            tensors["image_std"].cpu(),
+            [ELBOTerms(*row) for row in tensors["history"].tolist()],
+        )
         self._first_precision, self._learnt_precision = tensors["first_precision"].cpu(), self._prior_precision
         self._data_sum = header["data_sum"]
 
