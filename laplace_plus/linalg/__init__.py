@@ -7,7 +7,7 @@ differentiable in the vectors and in the tensors that the operator depends on; n
 to get …                                use
 ======================================  ============================================================================
 eigenvalues of a symmetric operator     :func:`eigsh`; a whole Krylov space: :func:`lanczos`
-singular values                         :func:`svds`, :func:`bidiagonalize`; of any square operator: :func:`arnoldi`
+singular values                         :func:`bidiagonalize`; eigenvalues of any square operator: :func:`arnoldi`
 ``f(A) v``, ``vᵀ f(A) v``               :func:`matrix_function`, :func:`bilinear`
 ``log det A``, ``tr f(A)``              :func:`slq_logdet`, :func:`slq_trace`
 ``tr A``, ``diag A``                    :func:`trace`, :func:`diagonal`
@@ -16,6 +16,14 @@ singular values                         :func:`svds`, :func:`bidiagonalize`; of 
 projection of v onto the null space     :func:`project_null_space`
 a low-rank approximation                :func:`nystrom`
 ======================================  ============================================================================
+
+Common arguments:
+
+* ``parameters``: The tensors to differentiate in, where they cannot be found from the operator or are not leaves of
+  the autograd graph of a product.
+* ``dtype``, ``device``: Type and device of the vectors; by default those of the given vectors, or else of the
+  operator's tensors. Half precision is used for products only: recurrences run in float32.
+* ``generator``: Source of the randomness; torch's global generator by default.
 
 Estimates come as an :class:`Estimate` with a standard error, solutions as a :class:`Solution` with a residual and a
 :class:`Status`. ``docs/linalg.md`` has costs and examples.
@@ -26,15 +34,7 @@ from laplace_plus.linalg.arnoldi_functions import arnoldi_function, of_eigenvalu
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.cg import cg
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
-from laplace_plus.linalg.matrices import (
-    BlockDiagonal,
-    Dense,
-    Diagonal,
-    Identity,
-    Kronecker,
-    as_operator,
-    from_scipy,
-)
+from laplace_plus.linalg.matrices import Dense, Diagonal, Identity, as_operator
 from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
 from laplace_plus.linalg.null_space import (
     AlternatingProjection,
@@ -44,7 +44,7 @@ from laplace_plus.linalg.null_space import (
 )
 from laplace_plus.linalg.nystrom import NystromApproximation, nystrom
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.partial_eigen import PartialEigen, PartialSVD, eigsh, svds
+from laplace_plus.linalg.partial_eigen import PartialEigen, eigsh
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.results import Estimate, Solution, Status
 from laplace_plus.linalg.slq import slq_logdet, slq_trace
@@ -54,7 +54,6 @@ __all__ = [
     "AlternatingProjection",
     "ArnoldiDecomposition",
     "Bidiagonalization",
-    "BlockDiagonal",
     "Dense",
     "Diagonal",
     "Estimate",
@@ -63,14 +62,12 @@ __all__ = [
     "of_eigenvalues",
     "phi",
     "Identity",
-    "Kronecker",
     "LanczosDecomposition",
     "LeastSquaresSolution",
     "LSMRProjection",
     "NystromApproximation",
     "Operator",
     "PartialEigen",
-    "PartialSVD",
     "SVDProjection",
     "Solution",
     "Status",
@@ -82,7 +79,6 @@ __all__ = [
     "diagonal",
     "draw_probes",
     "eigsh",
-    "from_scipy",
     "lanczos",
     "lsmr",
     "matrix_function",
@@ -90,6 +86,5 @@ __all__ = [
     "project_null_space",
     "slq_logdet",
     "slq_trace",
-    "svds",
     "trace",
 ]

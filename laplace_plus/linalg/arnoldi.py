@@ -89,10 +89,10 @@ def arnoldi(
         v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
         depth: K, from 1 to n.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        parameters: The tensors to differentiate in, where they cannot be found from the operator.
         tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
             default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
+        parameters: The tensors to differentiate in.
+        dtype: Type of the vectors.
 
     Raises:
         ConfigurationError: A bad start vector, depth or tolerance.

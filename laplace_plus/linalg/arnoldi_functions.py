@@ -55,8 +55,8 @@ def arnoldi_function(
             ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
         cap: Limit on the number of steps with a tolerance.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        dtype: Type of the vectors; that of v by default. Half precision is used for products only.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+        dtype: Type of the vectors.
+        parameters: The tensors to differentiate in.
 
     Returns:
         ``value [..., n]``, ``error [...]``.

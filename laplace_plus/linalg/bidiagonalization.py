@@ -91,10 +91,10 @@ def bidiagonalize(
         depth: K ≥ 1; at most min(m, n) steps are taken.
         rmatvec: Aᵀ, ``[..., m] -> [..., n]``; by default torch differentiates through ``matvec``.
         m: Length of the output vectors of A; by default the operator's, or n for a plain callable.
-        parameters: The tensors to differentiate in, where they cannot be found from the operator.
         tolerance: The process ends where a new vector before normalisation is at most ``tolerance`` times the largest
             product with a unit vector so far; ten times machine epsilon by default.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
+        dtype: Type of the vectors.
+        parameters: The tensors to differentiate in.
 
     Raises:
         ConfigurationError: A bad start vector, depth or tolerance.

@@ -50,9 +50,8 @@ def cg(
         rtol: Tolerance relative to ‖b‖; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
         atol: Absolute tolerance.
         max_iterations: Cap; ``max(1000, 10 n)`` by default.
-        parameters: The tensors A depends on, where they are not its leaves.
-        dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
-            vectors run in float32.
+        parameters: The tensors to differentiate in.
+        dtype: Type of the vectors, to which b and x0 are converted.
         check_symmetry: Whether to compare ``⟨p₀, A p₁⟩`` and ``⟨A p₀, p₁⟩`` for the first two search directions; this
             takes no product.
         progress: Whether to show a progress bar.

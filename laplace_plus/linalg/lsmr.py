@@ -82,9 +82,8 @@ def lsmr(
         conlim: The iteration ends when the estimated condition number exceeds this.
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         n: Number of columns; otherwise it is taken from x0, an operator's shape, or the shape of ``rmatvec(b)``.
-        parameters: The tensors ``matvec`` depends on, where they are not its leaves.
-        dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
-            vectors run in float32.
+        parameters: The tensors to differentiate in.
+        dtype: Type of the vectors, to which b and x0 are converted.
         progress: Whether to show a progress bar.
 
     Returns:

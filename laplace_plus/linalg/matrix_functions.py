@@ -75,8 +75,8 @@ def matrix_function(
         tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
             ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
         cap: Limit on the number of steps with a tolerance.
-        dtype: Type of the vectors; that of v by default. Half precision is used for products only.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+        dtype: Type of the vectors.
+        parameters: The tensors to differentiate in.
 
     Returns:
         ``value [..., n]`` (float32 for half precision), ``error [...]``.

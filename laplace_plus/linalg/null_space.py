@@ -77,8 +77,8 @@ def project_null_space(
         conlim: The iteration ends when the estimated condition number exceeds this.
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         m: Number of rows; otherwise it is taken from an operator's shape or that of ``matvec(v)``.
-        parameters: The tensors ``matvec`` depends on, where they are not its leaves.
-        dtype: Type to work in, to which v is converted; that of v by default.
+        parameters: The tensors to differentiate in.
+        dtype: Type of the vectors, to which v is converted.
         progress: Whether to show a progress bar.
 
     Returns:

@@ -106,10 +106,10 @@ def nystrom(
         matvec: A, a callable on row-stacked vectors or an operator.
         n: Its size.
         rank: Number of vectors; at most n is used.
-        generator: Source of the randomness; torch's global generator by default.
-        dtype: Type of the vectors; that of the operator's tensors by default.
-        device: Device of the vectors; that of the operator's tensors by default.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+        generator: Source of the randomness.
+        dtype: Type of the vectors.
+        device: Device of the vectors.
+        parameters: The tensors to differentiate in.
 
     Raises:
         ConfigurationError: A rank below one.

@@ -253,14 +253,16 @@ class Scaled(Operator):
 
 
 class Sum(Operator):
-    """``A + B + …``; nested sums are flattened. OperatorError without terms, or if shapes, types or devices differ."""
+    """``A + B + …``; nested sums are flattened. OperatorError if shapes, types or devices differ."""
 
     def __init__(self, terms: Sequence[Operator]):
-        flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
-        self.terms: tuple[Operator, ...] = tuple(flat)
-        first, self.operands = require_alike(self.terms, "terms of a sum", "shape", "dtype", "device"), self.terms
+        self.operands = tuple(x for term in terms for x in (term.operands if isinstance(term, Sum) else (term,)))
+        first = self.operands[0]
+        for other in self.operands:
+            if (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
+                raise OperatorError("The terms of a sum do not fit.", expected=repr(first), got=repr(other))
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
-        remaining = [term for term in self.terms if not term.symmetric]
+        remaining = [term for term in self.operands if not term.symmetric]
         while remaining:  # terms that are not symmetric must pair up as transposes
             partner = next((other for other in remaining[1:] if _are_transposes(remaining[0], other)), None)
             if partner is None:
@@ -269,46 +271,46 @@ class Sum(Operator):
         self.symmetric = True
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        return reduce(add, [term(vectors) for term in self.terms])
+        return reduce(add, [term(vectors) for term in self.operands])
 
     def _transpose(self) -> Operator:
-        return Sum([term.T for term in self.terms])
+        return Sum([term.T for term in self.operands])
 
     @override
     def dense(self) -> Tensor:
-        return reduce(add, [term.dense() for term in self.terms])
+        return reduce(add, [term.dense() for term in self.operands])
 
     @override
     def diagonal(self) -> Tensor:
-        return reduce(add, [term.diagonal() for term in self.terms])
+        return reduce(add, [term.diagonal() for term in self.operands])
 
 
 class Product(Operator):
-    """``A B …``; nested products are flattened. OperatorError without factors, or if they do not fit."""
+    """``A B …``; nested products are flattened. OperatorError if factors do not fit."""
 
     def __init__(self, factors: Sequence[Operator]):
-        flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
-        self.factors: tuple[Operator, ...] = tuple(flat)
-        first, last, self.operands = require_alike(self.factors, "factors of a product"), self.factors[-1], self.factors
-        for left, right in zip(self.factors, self.factors[1:], strict=False):
-            if left.shape[1] != right.shape[0]:
-                raise OperatorError("The shapes of factors differ.", expected=f"{left.shape[1]} rows", got=f"{right}")
+        self.operands = tuple(x for each in factors for x in (each.operands if isinstance(each, Product) else (each,)))
+        for left, right in zip(self.operands, self.operands[1:], strict=False):
+            if left.shape[1] != right.shape[0] or (left.dtype, left.device) != (right.dtype, right.device):
+                what, expected = "The factors of a product do not fit.", f"{left.shape[1]} rows after {left!r}"
+                raise OperatorError(what, expected=expected, got=repr(right))
+        first, last = self.operands[0], self.operands[-1]
         self.shape, self.dtype, self.device = (first.shape[0], last.shape[1]), first.dtype, first.device
-        pairs = zip(self.factors, reversed(self.factors), strict=True)
+        pairs = zip(self.operands, reversed(self.operands), strict=True)
         self.symmetric = all(_are_transposes(left, right) for left, right in pairs)
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        for factor in reversed(self.factors):
+        for factor in reversed(self.operands):
             vectors = factor(vectors)
         return vectors
 
     def _transpose(self) -> Operator:
-        return Product([factor.T for factor in reversed(self.factors)])
+        return Product([factor.T for factor in reversed(self.operands)])
 
     @override
     def dense(self) -> Tensor:
-        matrix = self.factors[-1].dense()
-        for factor in reversed(self.factors[:-1]):
+        matrix = self.operands[-1].dense()
+        for factor in reversed(self.operands[:-1]):
             matrix = factor(matrix.mT).mT
         return matrix
 
@@ -316,17 +318,6 @@ class Product(Operator):
 def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Each tensor once, in order."""
     return tuple({id(tensor): tensor for tensor in tensors}.values())
-
-
-def require_alike(operators: Sequence[Operator], what: str, *names: str) -> Operator:
-    """The first of some operators, after a check that all have the same type and device, or the same of other names."""
-    if not operators:
-        raise OperatorError(f"The list of {what} is empty.", expected="at least one", got="none")
-    first, *others = ([getattr(operator, name) for name in names or ("dtype", "device")] for operator in operators)
-    for other in others:
-        if other != first:
-            raise OperatorError(f"The {what} do not fit.", expected=str(first), got=str(other))
-    return operators[0]
 
 
 def _is_scalar(factor: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A few eigenpairs or singular triplets of an operator, each with a checked residual, by thick-restart Lanczos.
+"""A few eigenpairs of a symmetric operator, each with a checked residual, by thick-restart Lanczos.
 
 K. Wu and H. Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM Journal on Matrix
 Analysis and Applications 2000. A single start vector has one direction in each eigenspace. Two measures find multiple
@@ -8,7 +8,6 @@ complement of the pairs found until that finds nothing better.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +16,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from laplace_plus.checks import choice, count, shape
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels import inner, orthogonalize, vector_norm
+from laplace_plus.kernels import orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
 from laplace_plus.linalg.krylov import product_length
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
-from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.solving import require_adjoint
 
@@ -47,27 +45,6 @@ class PartialEigen:
 
     values: Tensor
     vectors: Tensor
-    residuals: Tensor
-    matvecs: int
-    converged: bool
-
-
-@dataclass(frozen=True)
-class PartialSVD:
-    """Singular triplets ``A v = σ u`` and ``Aᵀ u = σ v`` with ``uᵀu = vᵀv = 1``.
-
-    Attributes:
-        values: σ, ``[j]``, the largest first; j is smaller than k if fewer converged. Differentiable.
-        left: u by rows, ``[j, m]``, orthonormal; not differentiable.
-        right: v by rows, ``[j, n]``, orthonormal; not differentiable.
-        residuals: The larger of ``‖A v − σ u‖`` and ``‖Aᵀ u − σ v‖``, ``[j]``, from products with the returned vectors.
-        matvecs: Number of operator–vector products, transposed ones included.
-        converged: Whether all requested triplets are returned.
-    """
-
-    values: Tensor
-    left: Tensor
-    right: Tensor
     residuals: Tensor
     matvecs: int
     converged: bool
@@ -111,11 +88,10 @@ def eigsh(
         max_restarts: Cap on restarts; each costs at most ``subspace`` products.
         subspace: Number of vectors to store; by default the larger of 2k + 1 and k + 20.
         v0: Start vector ``[n]``; random by default.
-        generator: Source of the random vectors.
-        parameters: The tensors to differentiate in, where they cannot be found from the operator.
-        dtype: Type of the vectors; by default that of ``v0`` or of the operator. Half precision is used for products
-            only.
-        device: Where to work; by default the device of ``v0`` or of the operator.
+        generator: Source of the randomness.
+        parameters: The tensors to differentiate in.
+        dtype: Type of the vectors.
+        device: Device of the vectors.
 
     Raises:
         ConfigurationError: Bad sizes, option or start vector.
@@ -129,19 +105,34 @@ def eigsh(
         >>> [round(x, 6) for x in result.values.tolist()], result.converged
         ([3.0, 3.0], True)
     """
-    choice("which", which, get_args(Which))
-    search = _ThickRestart("eigsh", matvec, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
-    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=search.dtype)
-    level = search.level
+    checks.count("n", n)
+    checks.count("k", k)
+    checks.choice("which", which, get_args(Which))
+    checks.count("max_restarts", max_restarts, 0)
+    subspace = checks.count("subspace", max(2 * k + 1, k + 20) if subspace is None else subspace, k + 2)
+    check_tolerances(tolerance=tolerance)
+    if k > n:
+        raise ConfigurationError(f"eigsh gives at most {n} values.", expected=f"k <= {n}", got=f"k = {k}")
+    if v0 is not None:
+        checks.shape("v0", v0, [n])
+        dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
+    dtype, device = number_type(matvec, dtype, device)
+    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
+    wide, eps = working_type(dtype), torch.finfo(dtype).eps
+    random = partial(draw_probes, "gaussian", 1, n, generator=generator, dtype=wide, device=device)
+    # residuals below a few units of rounding cannot be reached
+    level = eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
     with torch.no_grad():
-        search.run(operator, which, lambda x, norm: torch.full_like(x, level * norm))
+        start = random()[0] if v0 is None else v0.detach().to(device, wide)
+        search = _ThickRestart(operator, which, level, subspace, max_restarts, random, dtype)
+        complete = search.find(start, k)
         vectors = search.vectors
         products = operator(vectors) if len(vectors) else vectors
         values = (vectors * products).sum(dim=-1)
         residuals = vector_norm(products - values[:, None] * vectors)
         good = residuals <= 2 * level * search.norm
         values, vectors, residuals = values[good], vectors[good], residuals[good]
-    converged, matvecs = search.complete and bool(good.all()), operator.matvecs
+    converged, matvecs = complete and bool(good.all()), operator.matvecs
 
     def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
         return operator.parameter_pullback(vectors, cotangent[:, None] * vectors)
@@ -149,171 +140,60 @@ def eigsh(
     return PartialEigen(attach_one(values, operator.tensors, pullback), vectors, residuals, matvecs, converged)
 
 
-@without_autocast
-def svds(
-    matvec: Matvec,
-    n: int,
-    k: int,
-    *,
-    m: int | None = None,
-    rmatvec: Matvec | None = None,
-    tolerance: float | None = None,
-    max_restarts: int = 300,
-    subspace: int | None = None,
-    v0: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    parameters: Iterable[Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> PartialSVD:
-    """The k largest singular triplets of an m × n operator, by thick-restart Lanczos on the smaller of AᵀA and AAᵀ.
-
-    As for :func:`eigsh`, multiple values are found with their multiplicity. The values are differentiable in the
-    tensors that the operator depends on (``dσ = uᵀ (dA) v``); the vectors are not. Small singular values are not
-    available: below √eps σ_max the squares lose them.
-
-    The arguments are those of :func:`eigsh`, with ``v0`` of length min(m, n): ``[n]`` if n ≤ m, or else ``[m]``. Also,
-    ``m`` is the length of the output vectors of A, by default the operator's, or n for a plain callable. ``rmatvec`` is
-    Aᵀ; by default torch differentiates through ``matvec``. A triplet is returned if both of its residuals are at most
-    ``tolerance · σ_max``.
-
-    Raises:
-        ConfigurationError: Bad sizes or start vector.
-        OperatorError: An operator of another shape or type, or a wrong transpose.
-        NonFiniteError: NaN or infinity in a product.
-
-    Example:
-        >>> import torch
-        >>> a = torch.tensor([[3.0, 0.0], [4.0, 5.0], [0.0, 0.0]], dtype=torch.float64)
-        >>> result = svds(lambda v: v @ a.T, 2, 1, m=3, generator=torch.Generator().manual_seed(0))
-        >>> round(float(result.values[0]), 6)
-        6.708204
-    """
-    if m is None:
-        m = matvec.shape[0] if isinstance(matvec, Operator) else n
-    size = min(m, n)
-    search = _ThickRestart("svds", matvec, size, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
-    operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=search.dtype)
-    start, level, eps = search.start, search.level, torch.finfo(search.dtype).eps
-    scale = 1.0
-
-    def forward(vectors: Tensor) -> Tensor:
-        return operator(vectors) / scale
-
-    def adjoint(vectors: Tensor) -> Tensor:
-        return operator.transposed(vectors) / scale
-
-    first, second = (forward, adjoint) if n <= m else (adjoint, forward)
-
-    def limit(values: Tensor, norm: float) -> Tensor:
-        # ‖Aᵀu − σv‖ = ‖AᵀAv − σ²v‖ / σ
-        return torch.clamp(level * (norm * values.clamp(min=0)).sqrt(), min=10 * eps * norm)
-
-    with torch.no_grad():
-        # AᵀA squares the numbers, so A is divided by a power of two. This product also finds the operator's tensors.
-        v = start if size == n else start.new_ones(n)
-        image = forward(v)
-        largest = float(image.abs().amax())
-        scale = 2.0 ** math.frexp(largest)[1] if 0 < largest < math.inf else 1.0
-        image = image / scale
-        back, square = adjoint(image), inner(image, image)
-        bound = square + vector_norm(back) * vector_norm(v)
-        require_adjoint("svds", square, inner(back, v), bound, search.dtype, symmetric=False)
-        search.run(lambda v: second(first(v)), "largest", limit)
-        left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]
-        if len(search.vectors):
-            change, values, other = torch.linalg.svd(first(search.vectors), full_matrices=False)
-            pair = (other, change.mT @ search.vectors)
-            left, right = pair if n <= m else pair[::-1]
-            residuals = torch.maximum(
-                vector_norm(forward(right) - values[:, None] * left),
-                vector_norm(adjoint(left) - values[:, None] * right),
-            )
-        good = residuals <= 2 * level * search.norm**0.5
-        left, right, values, residuals = left[good], right[good], values[good] * scale, residuals[good] * scale
-    converged, matvecs = search.complete and bool(good.all()), operator.matvecs
-
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return operator.parameter_pullback(right, cotangent[:, None] * left)
-
-    return PartialSVD(attach_one(values, operator.tensors, pullback), left, right, residuals, matvecs, converged)
-
-
 class _ThickRestart:
     """A search for the outermost eigenpairs of a symmetric operator; see :func:`eigsh` for the arguments.
 
-    It has the type in which the operator multiplies, the relative accuracy ``level`` and the start vector. The results
-    are ``values [j]``, the most wanted first, in float64 on the CPU; ``vectors [j, size]``; ``norm``, a lower bound of
-    ‖A‖; and ``complete``: whether k pairs converged, and a search from a random vector found nothing better.
+    Attributes:
+        values: ``[j]``, the most wanted first, in float64 on the CPU.
+        vectors: ``[j, n]``.
+        norm: A lower bound of ‖A‖.
     """
 
     def __init__(
         self,
-        method: str,
-        matvec: Matvec,
-        size: int,
-        k: int,
-        tolerance: float | None,
-        max_restarts: int,
-        subspace: int | None,
-        v0: Tensor | None,
-        generator: torch.Generator | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        operator: LinearMap,
+        which: Which,
+        level: float,
+        subspace: int,
+        restarts: int,
+        random: Callable[[], Tensor],
+        dtype: torch.dtype,
     ):
-        for name, value, least in (("n", size, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
-            count(name, value, least)
-        if k > size:
-            raise ConfigurationError(f"{method} gives at most {size} values.", expected=f"k <= {size}", got=f"k = {k}")
-        self._subspace = max(2 * k + 1, k + 20) if subspace is None else subspace
-        self._method, self._k, self._restarts = method, k, max_restarts
-        count("subspace", self._subspace, k + 2)
-        check_tolerances(tolerance=tolerance)
-        if v0 is not None:
-            shape("v0", v0, [size])
-            dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
-        self.dtype, device = number_type(matvec, dtype, device)
-        wide, eps = working_type(self.dtype), torch.finfo(self.dtype).eps
-        self._random = partial(draw_probes, "gaussian", 1, size, generator=generator, dtype=wide, device=device)
-        # residuals below a few units of rounding cannot be reached
-        self.level = eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
-        self.start = self._random()[0] if v0 is None else v0.detach().to(device, wide)
-        self.values, self.vectors = torch.zeros(0, dtype=torch.float64), self.start.new_zeros(0, size)
-        self.norm, self.complete = 0.0, False
+        self._operator, self._which, self._level, self._dtype = operator, which, level, dtype
+        self._subspace, self._restarts, self._random = subspace, restarts, random
+        self.norm = 0.0
 
-    def run(self, product: Callable[[Tensor], Tensor], which: Which, limit: Callable[[Tensor, float], Tensor]) -> None:
-        """Search with ``A v`` for one vector.
-
-        ``limit`` gives the largest residuals of converged pairs from eigenvalues ``[j]`` and an estimate of ``‖A‖``.
-        """
-        self._product, self._which, self._limit = product, which, limit
-        start, k = self.start, self._k
-        if self._subspace >= len(start):
-            self._solve_whole()
-            return
-        self.complete = self._search(start, k, None)
-        while self.complete and len(self.values) < len(start):
+    def find(self, start: Tensor, k: int) -> bool:
+        """Whether k pairs converged, and a search from a random vector found nothing better."""
+        n = len(start)
+        if self._subspace >= n:
+            self._solve_whole(torch.eye(n).to(start), k)
+            return True
+        self.values, self.vectors = torch.zeros(0, dtype=torch.float64), start.new_zeros(0, n)
+        complete = self._search(start, k, None)
+        while complete and len(self.values) < n:
             # the complement may contain another copy of an eigenvalue that was found
             last, found = self.values[k - 1], len(self.values)
-            self.complete = self._search(self._random()[0], 1, last)
+            complete = self._search(self._random()[0], 1, last)
             rounding = 10 * torch.finfo(start.dtype).eps * self.norm
             if len(self.values) == found or self._key(self.values[-1]) <= self._key(last) + rounding:
                 break
             self._sort()
         self._sort()
         self.values, self.vectors = self.values[:k], self.vectors[:k]
+        return complete
 
-    def _solve_whole(self) -> None:
+    def _solve_whole(self, identity: Tensor, k: int) -> None:
         """Find the pairs from products with all unit vectors at once, as many as an iteration would take."""
-        matrix = self._product(torch.eye(len(self.start)).to(self.start))
+        matrix = self._operator(identity)
         lengths = product_length(matrix)
         require_finite("The search for eigenpairs", lengths)
         self.norm = float(lengths.max())
-        require_adjoint(self._method, matrix, matrix.mT, self.norm, self.dtype)
+        require_adjoint("eigsh", matrix, matrix.mT, self.norm, self._dtype)
         values, vectors = torch.linalg.eigh(matrix.double().cpu())
         self.norm = max(self.norm, float(values.abs().max()))
-        chosen = self._order(values)[: self._k]
-        self.values, self.vectors, self.complete = values[chosen], vectors.T[chosen].to(self.start), True
+        chosen = self._order(values)[:k]
+        self.values, self.vectors = values[chosen], vectors.T[chosen].to(identity)
 
     def _sort(self) -> None:
         order = self._order(self.values)
@@ -338,7 +218,7 @@ class _ThickRestart:
         while True:
             for j in range(kept, size):
                 basis[known + j] = vector
-                product = self._product(vector)
+                product = self._operator(vector)
                 rest, coefficients = orthogonalize(basis[: known + j + 1], product)
                 matrix[: j + 1, j] = coefficients[known:]
                 lengths = torch.stack([product_length(product), vector_norm(rest)])
@@ -353,13 +233,13 @@ class _ThickRestart:
                         vector = self._unit(self._random()[0], basis[: known + j + 1])
                 matrix[j + 1, j] = beta
             square = matrix[:size]
-            require_adjoint(self._method, square, square.mT, self.norm, self.dtype)
+            require_adjoint("eigsh", square, square.mT, self.norm, self._dtype)
             values, vectors = torch.linalg.eigh(square.double().cpu(), UPLO="U")
             order = self._order(values)
             values, vectors = values[order], vectors[:, order]
             residuals = beta * vectors[-1].abs()
             self.norm = max(self.norm, float(values.abs().max()))
-            good = residuals <= self._limit(values, self.norm)
+            good = residuals <= self._level * self.norm
             done = bool(good[:k].all())
             beaten = threshold is not None and bool(self._key(values)[0] + residuals[0] < self._key(threshold))
             if done or beaten or self._restarts == 0:

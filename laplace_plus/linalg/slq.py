@@ -123,10 +123,10 @@ def slq_trace(
         depth_cap: Limit on the depth with a tolerance.
         batch: Number of probes multiplied together; all by default.
         distribution: Distribution of the probes; signs have no variance on the diagonal part of f(A).
-        generator: Source of the randomness; torch's global generator by default.
-        dtype: Type of the vectors; that of the operator's tensors by default.
-        device: Device of the vectors; that of the operator's tensors by default.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+        generator: Source of the randomness.
+        dtype: Type of the vectors.
+        device: Device of the vectors.
+        parameters: The tensors to differentiate in.
 
     Returns:
         ``value`` and ``sem``, 0-d of the vectors' type (float32 for half precision); ``converged`` without a tolerance

@@ -211,7 +211,7 @@ def require_adjoint(
         return
     if symmetric:
         what, expected = f"The operator is not symmetric, as {method} needs it to be.", "⟨p, A q⟩ = ⟨A p, q⟩"
-        fix = "Use lsmr or svds for any other operator; pass check_symmetry=False if a solver's products are noisy."
+        fix = "Use lsmr or arnoldi for any other operator; pass check_symmetry=False if a solver's products are noisy."
     else:
         what, expected = f"{method} needs an operator and its transpose.", "⟨u, A v⟩ = ⟨rmatvec(u), v⟩"
         fix = "Check rmatvec, or leave it out (None) to let torch differentiate through matvec."

@@ -79,10 +79,10 @@ def trace(
             None uses ``matvecs`` products.
         absolute_tolerance: With ``tolerance``, a standard error that is small enough in any case, for traces near zero.
         cap: Limit on the number of products with a tolerance; 20 ``matvecs`` by default.
-        generator: Source of the randomness; torch's global generator by default.
-        dtype: Type of the vectors; that of the operator's tensors by default.
-        device: Device of the vectors; that of the operator's tensors by default.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+        generator: Source of the randomness.
+        dtype: Type of the vectors.
+        device: Device of the vectors.
+        parameters: The tensors to differentiate in.
 
     Returns:
         ``value`` and ``sem``, 0-d of the vectors' type (float32 for half precision). For XTrace and XNysTrace ``sem``

@@ -34,7 +34,6 @@ USES = {
     "nystrom": lambda f: linalg.nystrom(f, N, 3, dtype=torch.float64),
     "eigsh": lambda f: linalg.eigsh(f, N, 1, dtype=torch.float64),
     "eigsh, restarted": lambda f: linalg.eigsh(f, N, 1, subspace=4, dtype=torch.float64),
-    "svds": lambda f: linalg.svds(f, N, 1, dtype=torch.float64),
     "cg": lambda f: linalg.cg(f, V),
     "lsmr": lambda f: linalg.lsmr(f, None, V, n=N),
     "project_null_space": lambda f: linalg.project_null_space(f, None, V, m=N),
@@ -73,7 +72,6 @@ REFUSED = {
         "bidiagonalize, zero": lambda: linalg.bidiagonalize(times, 0 * V, 2),
         "bidiagonalize, transpose": lambda: linalg.bidiagonalize(times, V, 2, rmatvec=lambda u: 2 * u @ A),
         "lsmr, transpose": lambda: linalg.lsmr(times, lambda u: 2 * u @ A, V),
-        "svds, transpose": lambda: linalg.svds(times, N, 1, rmatvec=lambda u: 2 * u @ A, dtype=torch.float64),
         "cg, preconditioner": lambda: linalg.cg(times, V, preconditioner=lambda r: r[:2]),
     },
     NotPositiveDefiniteError: {

@@ -1,4 +1,4 @@
-"""A few eigenpairs and singular triplets, against dense decompositions and SciPy."""
+"""A few eigenpairs, against dense decompositions and SciPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from problems import generator, normal, with_spectrum
 from torch import Tensor
 
-from laplace_plus.linalg.partial_eigen import eigsh, svds
+from laplace_plus.linalg.partial_eigen import eigsh
 
 float64 = torch.float64
 
@@ -80,9 +80,6 @@ def test_as_many_pairs_as_dimensions():
     found = eigsh(lambda v: v @ a, 5, 5, generator=generator())
     assert found.converged
     torch.testing.assert_close(found.values, torch.arange(5, 0, -1, dtype=float64), rtol=1e-12, atol=0)
-    b = normal(3, 8)
-    triplets = svds(lambda v: v @ b.T, 8, 3, m=3, generator=generator())
-    torch.testing.assert_close(triplets.values, torch.linalg.svdvals(b), rtol=1e-12, atol=0)
 
 
 def test_eigenvalues_are_differentiable():
@@ -123,32 +120,6 @@ def test_single_and_half_precision():
     half = eigsh(lambda v: v @ b, 16, 1, generator=generator())
     assert half.vectors.dtype == torch.float32
     assert half.values.tolist() == pytest.approx([1.0], abs=0.02)
-
-
-@pytest.mark.parametrize(("m", "n"), [(60, 40), (40, 60), (50, 50)])
-@pytest.mark.parametrize("transpose", [True, False])
-def test_singular_triplets(m, n, transpose):
-    a = normal(m, n).requires_grad_()
-    rmatvec = (lambda u: u @ a) if transpose else None
-    found = svds(lambda v: v @ a.T, n, 4, m=m, rmatvec=rmatvec, generator=generator())
-    expected = torch.linalg.svdvals(a)[:4]
-    assert found.converged and found.left.shape == (4, m) and found.right.shape == (4, n)
-    torch.testing.assert_close(found.values, expected, rtol=1e-12, atol=0)
-    with torch.no_grad():
-        assert float((found.right @ a.T - found.values[:, None] * found.left).abs().max()) <= 1e-10
-        assert float((found.left @ a - found.values[:, None] * found.right).abs().max()) <= 1e-9
-    assert float(found.residuals.max()) <= 1e-9
-    weights = torch.arange(1.0, 5.0, dtype=float64)
-    gradients = [torch.autograd.grad(s, a, weights, retain_graph=True)[0] for s in (found.values, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
-
-
-def test_singular_values_with_multiplicity():
-    u, v = torch.linalg.qr(normal(50, 30))[0], torch.linalg.qr(normal(30, 30, seed=1))[0]
-    spectrum = torch.cat([constant(3.0, 3), linear(1, 0, 27)])
-    a = (u * spectrum) @ v.T
-    found = svds(lambda x: x @ a.T, 30, 5, m=50, generator=generator())
-    torch.testing.assert_close(found.values, spectrum[:5], rtol=1e-11, atol=0)
 
 
 def test_start_vector_and_generator():

@@ -28,21 +28,12 @@ def test_single_precision_within_its_squares(scale):
     top = linalg.eigsh(scaled(scale), 60, 2, generator=generator())
     assert top.converged
     torch.testing.assert_close(top.values / scale, SPECTRUM[-2:].flip(0))
-    singular = linalg.svds(scaled(scale), 60, 2, generator=generator())
-    assert singular.converged and singular.residuals.max() < 1e-4 * scale * 7
-    torch.testing.assert_close(singular.values / scale, SPECTRUM[-2:].flip(0))
     estimate = linalg.slq_logdet(scaled(scale), 60, probes=2, depth=10, generator=generator())
     one = linalg.slq_logdet(scaled(1.0), 60, probes=2, depth=10, generator=generator())
     shift = 60 * torch.tensor(scale, dtype=torch.float64).log().float()
     torch.testing.assert_close(estimate.value - shift, one.value, rtol=0, atol=2e-3)
     sizes = linalg.nystrom(scaled(scale), 60, rank=5, generator=generator()).values / scale
     torch.testing.assert_close(sizes, linalg.nystrom(scaled(1.0), 60, rank=5, generator=generator()).values)
-
-
-def test_singular_values_whose_squares_are_no_numbers():
-    for scale in (1e-30, 1e30):
-        found = linalg.svds(scaled(scale), 60, 2, generator=generator())
-        torch.testing.assert_close(found.values / scale, SPECTRUM[-2:].flip(0))
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
