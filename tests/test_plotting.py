@@ -70,13 +70,6 @@ def test_saves_without_a_display(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_refuses_nothing_and_the_wrong_number_of_axes() -> None:
-    with pytest.raises(ConfigurationError, match="nothing to draw"):
-        reliability_diagram({})
-    with pytest.raises(ConfigurationError, match=r"Expected: 1 axes\. Got: 2"):
-        reliability_diagram({"MAP": predictions(0)}, axes=list(Figure().subplots(1, 2)))
-
-
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'laplace_plus\[demo\]'"):
@@ -133,9 +126,9 @@ def test_a_plane_of_classes_shows_the_probabilities_where_they_are() -> None:
 
 
 def test_curves_and_planes_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match=r"Expected: 11 values\. Got: the shape \(10,\)"):
+    with pytest.raises(ConfigurationError, match=r"another shape.*\[11\]"):
         drawn_curve(torch.ones(10))
-    with pytest.raises(ConfigurationError, match=r"Expected: 6 values\. Got: the shape \(5,\)"):
+    with pytest.raises(ConfigurationError, match=r"another shape.*\[6\]"):
         class_plane(Figure().subplots(), torch.ones(2), torch.ones(3), torch.ones(5), torch.ones(1, 2), torch.ones(1))
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace_plus import metrics
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus import checks, metrics
+from laplace_plus.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,11 +122,7 @@ def coverage_diagram(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -
 
 
 def _plain(size: int, *parts: Tensor) -> list[Tensor]:
-    for part in parts:
-        if part.numel() != size:
-            got = f"the shape {tuple(part.shape)}"
-            raise ConfigurationError("The parts do not fit together.", expected=f"{size} values", got=got)
-    return [part.detach().cpu().flatten() for part in parts]
+    return [checks.shape("One of the parts", part.detach().cpu().flatten(), [size]) for part in parts]
 
 
 def reliability_diagram(
@@ -148,7 +144,6 @@ def reliability_diagram(
         The figure with the panels; it belongs to no window, so `savefig` works without a display.
 
     Raises:
-        ConfigurationError: No predictions, or another number of axes than of methods.
         UnsupportedError: matplotlib is not installed.
 
     Example:
@@ -157,13 +152,7 @@ def reliability_diagram(
         >>> figure.axes[0].get_title()
         'MAP\nECE 0.333'
     """
-    if not predictions:
-        raise ConfigurationError("There is nothing to draw.", expected="at least one method's predictions")
-    if axes is None:
-        axes = _panels(len(predictions))
-    elif len(axes) != len(predictions):
-        expected, got = f"{len(predictions)} axes", str(len(axes))
-        raise ConfigurationError("The axes do not match the predictions.", expected=expected, got=got)
+    axes = _panels(len(predictions)) if axes is None else axes
     for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
         _draw(panel, name, probabilities, targets, n_bins)
     axes[0].set_ylabel("accuracy")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
@@ -82,9 +83,6 @@ class Through:
 
     def __init__(self, posterior: Posterior, function: Callable[..., Any], likelihood: Any = None):
         posterior.require_fit()
-        if not callable(function):
-            expected, got = "a module or a function of a batch's inputs", repr(function)
-            raise ConfigurationError("There is nothing to look through.", expected=expected, got=got)
         if isinstance(function, nn.Module):
             _require_part(posterior.network.model, function)
         self.posterior, self.function = posterior, function
@@ -158,9 +156,7 @@ class LastToken:
             kept, places = places.unique(return_inverse=True)
             x = {**x, "logits_to_keep": kept}
         found = self.arrange(output_tensor(call(self.model, x)))
-        if found.ndim != 3:  # noqa: PLR2004
-            what, got = "The model gives no outputs at positions.", f"{list(found.shape)}"
-            raise DataError(what, expected="[B, T, C]", got=got)
+        checks.shape("The model's output", found, [None, None, None])
         found = found[torch.arange(len(found), device=found.device), places.to(found.device)]
         return found if self.classes is None else found[:, output_indices(self.classes, found.shape).to(found.device)]
 

@@ -305,8 +305,6 @@ def test_dictionaries_and_drawn_points():
 def test_bad_arguments():
     net, x, points = periodic_problem()
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError):
-        NullSpaceOptimizer(net, periodic(1.0), net, points)
     for options in ({"rate": -1.0}, {"rate": math.nan}, {"every": 0}, {"warm_up": -1}, {"max_iterations": 0}):
         with pytest.raises(ConfigurationError):
             NullSpaceOptimizer(inner, periodic(1.0), net, points, **options)
@@ -319,7 +317,7 @@ def test_bad_arguments():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         NullSpaceOptimizer(torch.optim.AdamW(net.parameters()), Sparse(0.5), net)
-    for sparsity in (0.0, 1.1, {}, {"0.weight": torch.ones(8, 1)}):
+    for sparsity in (0.0, 1.1, {}):
         with pytest.raises(ConfigurationError):
             Sparse(sparsity)
     for selection in (

@@ -58,9 +58,9 @@ def test_ties_and_saliency():
     assert bool(((found.state["weight"] == 0) == (scores < 8)).all())
     whole = project(net, Sparse(1.0, eligible=lambda name, _: name == "bias"))
     assert bool((whole.state["bias"] == 0).all()) and bool((whole.state["weight"] == 0.5).all())
-    with pytest.raises(ConfigurationError, match="scores"):
+    with pytest.raises(ConfigurationError, match="saliency"):
         project(net, Sparse(0.5, saliency=lambda parameters: {"weight": scores[0]}))
-    with pytest.raises(ConfigurationError, match="masks"):
+    with pytest.raises(ConfigurationError, match="trained parameter"):
         project(nn.Linear(3, 3), Sparse({"weight": scores < 8}))
 
 

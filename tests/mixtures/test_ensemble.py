@@ -39,9 +39,9 @@ def test_noise_is_the_root_mean_square_of_the_mean_networks_residuals():
 
 def test_errors():
     x = torch.zeros(2, 2, dtype=torch.float64)
-    with pytest.raises(ConfigurationError, match="needs networks"):
+    with pytest.raises(ConfigurationError, match="number of networks"):
         lp.Ensemble([], "classification")
-    with pytest.raises(ConfigurationError, match="one shape"):
+    with pytest.raises(ConfigurationError, match="another shape"):
         lp.Ensemble([*networks(3, 1), *networks(2, 1)], "classification").predictive(x)
     with pytest.raises(ConfigurationError, match="Gaussian"):
         lp.Ensemble(networks(3), "classification").fit([(x, torch.zeros(2).long())])

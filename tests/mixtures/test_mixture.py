@@ -172,7 +172,7 @@ def test_errors_name_what_does_not_fit():
     with pytest.raises(DataError, match="cannot be found"):
         lp.Mixture(members).fit_weights([(x, torch.full_like(y, -100))])
     other = lp.KFAC(nn.Linear(2, 2).double(), "classification").fit([(x, y.clamp_max(1))])
-    with pytest.raises(ConfigurationError, match="one shape"):
+    with pytest.raises(ConfigurationError, match="another shape"):
         lp.Mixture([members[0], other]).predictive(x)
     with pytest.raises(ConfigurationError, match="same kind"):
         lp.Mixture([members[0], fitted("regression", 1, 1)[0][0]])

@@ -387,7 +387,7 @@ def test_bad_operators(operator, error):
 def test_bad_data():
     net, z, matrix, y = problem()
     posterior = ImagePosterior(net, matrix)
-    with pytest.raises(DataError, match="14"):
+    with pytest.raises(ConfigurationError, match="14"):
         posterior.fit(z, y[:5])
     with pytest.raises(DataError, match="one image"):
         posterior.fit(z.expand(2, -1, -1, -1), y)

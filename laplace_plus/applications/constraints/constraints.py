@@ -10,20 +10,13 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.applications.constraints.correcting import Constraint, FunctionalModel
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Estimate, draw_probes
-from laplace_plus.network.batches import describe
 
 Function = Callable[[Tensor], Tensor]
 
 
 def periodic(shift: float | Tensor) -> Constraint:
-    """``f(x + T) − f(x)`` at points ``[B, ...]``, for a period T: a number, or a tensor that can be added to points.
-
-    ConfigurationError for what cannot.
-    """
-    if not isinstance(shift, float | int | Tensor):
-        raise ConfigurationError("This is no period.", expected="a number or a tensor", got=repr(shift))
+    """``f(x + T) − f(x)`` at points ``[B, ...]``, for a period T: a number, or a tensor that can be added to points."""
     return equivariant(lambda points: points + (shift.to(points) if isinstance(shift, Tensor) else shift))
 
 
@@ -33,23 +26,10 @@ def equivariant(g_in: Function, g_out: Function | None = None) -> Constraint:
     ``g_in`` maps points, ``g_out`` outputs; without it f is to be invariant. If g acts by orthogonal matrices, a linear
     f is projected to its mean over the group.
     """
-    if not callable(g_in) or not (g_out is None or callable(g_out)):
-        raise ConfigurationError("There is no group.", expected="functions of tensors", got=f"{g_in!r}, {g_out!r}")
 
     def constraint(model: FunctionalModel, points: Tensor) -> Tensor:
-        if not isinstance(points, Tensor):
-            raise ConfigurationError("The points do not fit.", expected="a tensor [B, ...]", got=describe(points))
-        try:
-            both = torch.cat([g_in(points), points])
-        except RuntimeError as error:
-            what, expected = "The points cannot be moved.", f"others of shape {list(points.shape)}"
-            raise ConfigurationError(what, expected=expected, got=str(error)) from error
-        moved, here = model(both).chunk(2)
-        turned = here if g_out is None else g_out(here)
-        if turned.shape != moved.shape:
-            got = describe(turned)
-            raise ConfigurationError("The outputs cannot be moved.", expected=describe(moved), got=got)
-        return moved - turned
+        moved, here = model(torch.cat([g_in(points), points])).chunk(2)
+        return moved - checks.shape("The turned output", here if g_out is None else g_out(here), moved.shape)
 
     return constraint
 
@@ -62,9 +42,7 @@ def value(x: Any, y: Tensor) -> Constraint:
 
     def constraint(model: FunctionalModel, points: Any) -> Tensor:
         found = model(x)
-        if found.shape != y.shape:
-            raise ConfigurationError("The values do not fit the outputs.", expected=describe(found), got=describe(y))
-        return found - y.to(found)
+        return found - checks.shape("y", y, found.shape).to(found)
 
     return constraint
 
@@ -82,8 +60,7 @@ class conservative:
 
     def draw(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Points, and new directions ``[n, B, d]``."""
-        if not isinstance(points, Tensor) or points.ndim != 2:
-            raise ConfigurationError("The points do not fit.", expected="a tensor [B, d]", got=describe(points))
+        checks.shape("points", points, [None, None])
         signs = draw_probes("signs", self._n * len(points), points.shape[1], generator=self._generator)
         return points, signs.view(self._n, *points.shape).to(points)
 
@@ -98,8 +75,7 @@ class conservative:
         with torch.enable_grad():
             x = x.detach().repeat(len(probes), 1).requires_grad_()
             outputs, v = model(x), probes.flatten(0, 1)
-            if outputs.shape != x.shape:
-                raise ConfigurationError("This is no vector field.", expected=describe(x), got=describe(outputs))
+            checks.shape("The vector field", outputs, x.shape)
             w = v.to(outputs, copy=True).requires_grad_()
             (backward,) = torch.autograd.grad(outputs, x, w, create_graph=True)
             (forward,) = torch.autograd.grad(backward, w, v, create_graph=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg import LeastSquaresSolution, Status, lsmr
 from laplace_plus.network import batches
@@ -30,7 +31,8 @@ class FunctionalModel(NamedTuple):
 
     def __call__(self, inputs: Any) -> Tensor:
         """The network's output tensor; ``inputs`` are a tensor, or a tuple or mapping as ``forward`` takes them."""
-        return self.network(self.network.receive(inputs), self.parameters)
+        aliases = {name: own.view_as(own) for name, own in self.parameters.items()}  # which stand for the model's own
+        return self.network(self.network.receive(inputs), aliases)
 
 
 Constraint = Callable[[FunctionalModel, Any], Tensor]
@@ -106,9 +108,7 @@ def null_space_gradient(
 
     ``function`` is c, ``[P] -> [m]``; then θ, u and γ. Errors are those of :meth:`NullSpaceOptimizer.step`.
     """
-    if point.ndim != 1 or gradient.shape != point.shape:
-        expected, got = "two vectors [P]", f"{list(point.shape)} and {list(gradient.shape)}"
-        raise ConfigurationError("The gradient does not fit the weights.", expected=expected, got=got)
+    checks.shape("gradient", gradient, checks.shape("point", point, [None]).shape)
     differentiate = torch.is_grad_enabled()
     with torch.enable_grad():
         point = point if point.requires_grad else point.detach().requires_grad_()

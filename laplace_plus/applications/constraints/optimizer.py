@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,7 @@ from laplace_plus.applications.constraints.correcting import (
     rms,
 )
 from laplace_plus.applications.constraints.sparsity import Sparse
-from laplace_plus.errors import ConfigurationError, UnsupportedError, warn
-from laplace_plus.network import batches
+from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.network import Network, exact_arithmetic
 
@@ -50,8 +48,8 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         tolerance: That of LSMR, by default 1e-6 in float32 and 1e-10 in float64. ``last`` has what it left.
 
     Raises:
-        ConfigurationError: No optimiser, no function, numbers out of range, or no common parameters.
-        UnsupportedError: LBFGS, which takes differences of gradients for curvature, or sharded parameters.
+        ConfigurationError: Numbers out of range, or no common parameters.
+        UnsupportedError: LBFGS, which takes differences of gradients for curvature.
 
     Source: Roy, Hauberg and Krämer (2025), arXiv 2510.19634.
     """
@@ -69,11 +67,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         max_iterations: int = 50,
         tolerance: float | None = None,
     ):
-        is_rate = isinstance(rate, float | int) and 0 <= rate < math.inf
-        if not isinstance(optimizer, torch.optim.Optimizer) or not callable(constraint) or not is_rate:
-            expected = "a torch.optim.Optimizer, a function c(model, points), a finite rate ≥ 0"
-            got = f"{type(optimizer).__name__}, {type(constraint).__name__}, {rate}"
-            raise ConfigurationError("The arguments do not fit.", expected=expected, got=got)
+        checks.number("rate", rate, least=0.0)
         for name, number, least in ("warm_up", warm_up, 0), ("every", every, 1), ("max_iterations", max_iterations, 1):
             checks.count(name, number, least)
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -83,8 +77,6 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
             warn("The optimiser's weight decay moves weights off the constraint. Put it into the loss.")
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._network = Network(model, lambda _, parameter: id(parameter) in trained, lambda outputs: outputs)
-        if self._network.sharded is not None:
-            raise UnsupportedError("The parameters are sharded over ranks.", fix="Pass the module before fully_shard.")
         self.optimizer, self.constraint, self.points = optimizer, constraint, points
         self.rate, self.warm_up, self.every = rate, warm_up, every
         self.max_iterations, self.tolerance, self.count = max_iterations, tolerance, 0
@@ -114,7 +106,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
     def trained(self) -> dict[str, Tensor]:
         """The parameters that the constraint moves, by their names in the model."""
         known = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        return {name: p for name, p in self._network.held.parameters.items() if id(p) in known}
+        return {name: p for name, p in self._network.model.named_parameters() if id(p) in known}
 
     def values(self) -> Tensor:
         """The constraint at the present weights, with derivatives."""
@@ -161,10 +153,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; that of a plain optimiser counts as no step yet. ConfigurationError for what is none."""
-        if not isinstance(state_dict, dict) or not state_dict.keys() >= {"state", "param_groups"}:
-            what, expected = "This is no optimiser's state.", "what state_dict() gave"
-            raise ConfigurationError(what, expected=expected, got=batches.describe(state_dict))
+        """Go on from a state; that of a plain optimiser counts as no step yet."""
         self.optimizer.load_state_dict(state_dict)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         own = state_dict.get("null_space", {"count": 0})

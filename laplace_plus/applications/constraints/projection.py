@@ -13,7 +13,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.applications.constraints.correcting import Constraint, rms
 from laplace_plus.applications.constraints.optimizer import NullSpaceOptimizer
 from laplace_plus.applications.constraints.sparsity import Sparse
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.network.selection import Selection, select
 
 
@@ -58,8 +58,6 @@ def project(
         LaplacePlusError: As :class:`NullSpaceOptimizer` and its steps.
     """
     checks.count("steps", steps, 1)
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError("There is no network.", expected="a torch.nn.Module", got=type(model).__name__)
     twin = copy.deepcopy(model)
     named, selected = dict(twin.named_parameters()), select(twin, parameters)
     if any(item.mask is not None or item.name not in named for item in selected):

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.applications.constraints.correcting import Correction, FunctionalModel
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg import Status
-from laplace_plus.network.batches import describe
 
 
 class Sparse:
@@ -49,10 +47,7 @@ class Sparse:
         self.masks = dict(sparsity) if isinstance(sparsity, Mapping) else {}
         sizes = [(int(mask.sum()), mask.numel()) for mask in self.masks.values()] or [(0, 1)]
         share = sum(a for a, _ in sizes) / sum(b for _, b in sizes) if isinstance(sparsity, Mapping) else sparsity
-        fits = isinstance(share, float | int) and 0 < share <= 1
-        if not fits or any(mask.dtype != torch.bool for mask in self.masks.values()):
-            expected = "a share of the weights in (0, 1], or bool tensors by parameter name"
-            raise ConfigurationError("There is no such sparsity.", expected=expected, got=repr(sparsity))
+        checks.number("sparsity", share, above=0.0, most=1.0)
         self.sparsity, self.steps, self.every = share, steps, every
         self._eligible, self._saliency = eligible, saliency
         self.held = share if self.masks else 0.0
@@ -74,13 +69,10 @@ class Sparse:
         with torch.no_grad():
             for parameter, mask in self._pairs(parameters).values():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                # Parts that stay in a CPU's cache, and numbers in place of bools, which torch multiplies slowly.
-                rows = max(1, 2**16 * len(mask) // mask.numel()) if mask.device.type == "cpu" else len(mask)
-                for p, u, m in zip(*(one.split(rows) for one in (parameter, parameter.grad, mask)), strict=True):
-                    on = m.view(torch.uint8).to(p.dtype)
-                    held = on * p
-                    u.addcmul_(on, u, value=-1).add_(held, alpha=rate)
-                    lengths.append(torch.linalg.vector_norm(held, dtype=torch.promote_types(held.dtype, torch.float32)))
+                on = mask.to(parameter.dtype)
+                held = on * parameter
+                parameter.grad.addcmul_(on, parameter.grad, value=-1).add_(held, alpha=rate)
+                lengths.append(torch.linalg.vector_norm(held, dtype=torch.promote_types(held.dtype, torch.float32)))
         size = self.held * sum(mask.numel() for mask in self.masks.values())
         violation = float(torch.stack(lengths).norm()) / size**0.5 if lengths else 0.0
         return Correction(violation, 0.0, 0, Status.CONVERGED)
@@ -89,10 +81,8 @@ class Sparse:
         """Hold a share of the eligible entries, those with the smallest scores; of equal ones the first."""
         values = {name: p.detach() for name, p in parameters.items() if self._eligible(name, p)}
         given = {name: p.abs() for name, p in values.items()} if self._saliency is None else self._saliency(values)
-        if not values or any(name not in given or given[name].shape != p.shape for name, p in values.items()):
-            got, expected = describe(given), f"one for each entry of {describe(values)}"
-            raise ConfigurationError("No scores, or scores that do not fit.", expected=expected, got=got)
-        scores = torch.cat([given[name].detach().flatten().float() for name in values])
+        each = [checks.shape(f"The saliency of {name!r}", given.get(name), p.shape) for name, p in values.items()]
+        scores = torch.cat([own.detach().flatten().float() for own in each])
         if count := round(share * len(scores)):
             limit = torch.kthvalue(scores, count).values
             held = scores < limit
@@ -103,8 +93,6 @@ class Sparse:
 
     def _pairs(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         for name, mask in self.masks.items():
-            if name not in parameters or parameters[name].shape != mask.shape:
-                got, expected = describe(dict(parameters)), f"{name!r} of shape {list(mask.shape)}"
-                raise ConfigurationError("The masks do not fit the trained parameters.", expected=expected, got=got)
-            self.masks[name] = mask.to(parameters[name].device)
+            own = checks.shape(f"The trained parameter {name!r}", parameters.get(name), mask.shape)
+            self.masks[name] = mask.to(own.device)
         return {name: (parameters[name], mask) for name, mask in self.masks.items()}

@@ -213,8 +213,7 @@ class SpatialField(GaussianPosterior):
         self.require_fit()
         wants_variances(outputs, joint)  # refuses other texts
         x = self.network.receive(x)
-        if not (size := batch_size(x)):
-            raise DataError("There is nothing to predict.", expected="at least one ray", got=describe(x))
+        size = batch_size(x)
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
         check_outputs(mean)
         if outputs is not None and not isinstance(outputs, str):

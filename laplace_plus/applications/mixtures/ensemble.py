@@ -42,12 +42,8 @@ class Ensemble:
 
     def __init__(self, models: Iterable[nn.Module], likelihood: Any):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
-        each = () if isinstance(models, nn.Module) or not isinstance(models, Iterable) else models
-        self.networks = tuple(Network(model, "all", self.likelihood.arrange) for model in each)
-        if not self.networks:
-            raise ConfigurationError(
-                "An ensemble needs networks.", expected="one or more models", got=type(models).__name__
-            )
+        self.networks = tuple(Network(model, "all", self.likelihood.arrange) for model in models)
+        checks.count("The number of networks", len(self.networks))
 
     def __repr__(self) -> str:
         return f"Ensemble({len(self.networks)} networks, {self.likelihood!r})"
@@ -83,10 +79,7 @@ class Ensemble:
     def _outputs(self, x: Any) -> Tensor:
         with torch.no_grad():
             found = [network.forward(network.receive(x)) for network in self.networks]
-        shapes = {tuple(own.shape) for own in found}
-        if len(shapes) > 1:
-            raise ConfigurationError("Networks differ in their outputs.", expected="one shape", got=f"{shapes}")
-        return torch.stack([own.to(found[0]) for own in found])
+        return torch.stack([checks.shape("A network's output", own, found[0].shape).to(found[0]) for own in found])
 
     def predictive(
         self, x: Any = None, *, joint: bool = False, generator: torch.Generator | None = None, **batch: Any
@@ -101,11 +94,8 @@ class Ensemble:
 
         Raises:
             ConfigurationError: Networks with other outputs than the first one's.
-            DataError: No example.
             InputError: A network fails on these inputs.
         """
         checks.generator(generator)
         outputs = self._outputs(inputs_of(batch) if x is None else x)
-        if not outputs.numel():
-            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         return from_samples(self.likelihood, outputs, generator=generator, joint=joint)

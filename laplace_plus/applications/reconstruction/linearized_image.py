@@ -68,8 +68,7 @@ class LinearizedImage:
         image = images[0].to(network.dtype)
         matrix = operator_matrix(self.operator, image)
         y = torch.as_tensor(y).double().to(network.device).flatten()
-        if len(y) != len(matrix):
-            raise errors.DataError("The operator gives other measurements.", expected=f"{len(matrix)}", got=f"{len(y)}")
+        checks.shape("y", y, [len(matrix)])
         for what, values in (("The image", image), ("The operator", matrix), ("A measurement", y)):
             checks.finite(what, values)
         rows = self._rows(inputs, lambda found: found.flatten(1) @ matrix.mT)
