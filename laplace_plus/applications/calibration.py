@@ -42,7 +42,8 @@ from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import Outputs, outputs_for, require_outputs
 from laplace_plus.tuning import fitted_data
 from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
 from laplace_plus.tuning.left_out_predictions import leave_one_out

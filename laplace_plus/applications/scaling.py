@@ -18,7 +18,8 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import from_functional
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import MANY_OUTPUTS
 
 LARGEST = 8.0
 """A factor on outputs beyond this, or a temperature, is taken for a search that did not end."""

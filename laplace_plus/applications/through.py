@@ -28,7 +28,8 @@ from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.predictive import Prediction
-from laplace_plus.predictive.linearized import FunctionalPosterior, output_indices
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import output_indices
 
 
 def through(posterior: Posterior, function: Callable[..., Any], likelihood: Any = None) -> Through:

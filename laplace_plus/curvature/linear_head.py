@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from laplace_plus.curvature.native import output_layer_inputs
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.capture import Capture
 from laplace_plus.network.gradients import Gradients, micro_batches
 from laplace_plus.network.network import Network
+from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.network.selection import layer_of, tied_names, uses
 
 

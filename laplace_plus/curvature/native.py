@@ -19,9 +19,8 @@ from laplace_plus.network.batches import Batch
 from laplace_plus.network.capture import capture_batch
 from laplace_plus.network.gradients import Gradients, loss_gradient, micro_batches, whole_layout
 from laplace_plus.network.network import Network
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, OuterGradients
-from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
-from laplace_plus.structured.layout import MATRIX, Layout
+from laplace_plus.network.output_layer import output_layer_inputs
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.limited_rank import gram_sum
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows
 
@@ -187,33 +186,6 @@ def _hessian(network: Network, likelihood: Likelihood, batch: Batch, structure: 
 # If the selected layer's output is the network's own, the gradient of output c is the layer's input φ in row c. The
 # Kronecker factor of the output side is then Σ_n Λ_n, the diagonal Σ_n Λ_n,cc φ_ni², and the whole matrix
 # Σ_n Λ_n ⊗ φ_n φ_nᵀ. None of them needs a cotangent for each output, of which a classifier may have many.
-
-
-def output_layer_inputs(gradients: Gradients) -> tuple[Layout, Tensor] | None:
-    """The layout of a linear output layer and its inputs ``[B', i]``, if it holds every selected parameter."""
-    capture = gradients.capture
-    if not capture.pointwise:
-        return None
-    nothing = capture.outputs.new_zeros(1, 1, 1).expand(1, *capture.outputs.shape)
-    blocks = list(gradients.blocks(nothing))
-    if len(blocks) != 1:
-        return None
-    layout, own = blocks[0]
-    if layout.rule != MATRIX or not isinstance(own, OuterGradients) or layout.shape[0] != 1 or own.n_positions != 1:
-        return None
-    return layout, own.right(slice(0, own.n_examples))[:, 0, 0]
-
-
-def output_layer_gradients(gradients: Gradients, outputs: Tensor) -> tuple[Layout, OutputLayerGradients] | None:
-    """The gradients of chosen outputs of a linear output layer, without cotangents; None for other selections.
-
-    ``outputs`` are ``[V]``, or ``[B', V]`` where each example (with positions: each position) has its own.
-    """
-    found = output_layer_inputs(gradients)
-    if found is None:
-        return None
-    layout, inputs = found
-    return layout, OutputLayerGradients(inputs, outputs.to(inputs.device), layout.shape[1])
 
 
 def last_layer_curvature(

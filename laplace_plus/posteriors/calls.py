@@ -18,7 +18,7 @@ from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.predicting import Predicting
 from laplace_plus.predictive import Prediction
-from laplace_plus.predictive.linearized import stacked
+from laplace_plus.predictive.from_outputs import stacked
 
 
 class Called(Predicting):

@@ -42,7 +42,8 @@ from laplace_plus.posteriors.sums import (
 )
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, output_indices
+from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
+from laplace_plus.predictive.outputs import Outputs, pick
 from laplace_plus.structured import Factor
 from laplace_plus.structured.sampling import add_draws_
 from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner
@@ -287,12 +288,6 @@ class GaussianPosterior(Moments):
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
-    @property
-    @override
-    def draw_operations(self) -> int:
-        shapes = [item.shape for item in self.network.selected if len(item.shape) > 1 and self.structure.name == "KFAC"]
-        return self.n_parameters + sum(2 * shape.numel() * (shape[0] + shape[1:].numel()) for shape in shapes)
-
     @override
     def factors(self) -> dict[str, Factor]:
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
@@ -355,10 +350,7 @@ class GaussianPosterior(Moments):
         if self.tangent_mean is None:
             return found
         shift = self.network.tangent(x, self.tangent_mean - self.mean)  # J(x) (θ* − θ̃)
-        if outputs is not None and not isinstance(outputs, str):
-            chosen = output_indices(outputs, shift.shape).to(shift.device)
-            shift = shift.gather(-1, chosen) if chosen.ndim > 1 else shift[..., chosen]
-        return FunctionalPosterior(found.mean + shift.to(found.mean), found.covariance)
+        return FunctionalPosterior(found.mean + pick(shift, outputs).to(found.mean), found.covariance)
 
     @property
     def predictive_mean(self) -> Literal["network", "tangent"]:

@@ -20,8 +20,16 @@ from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import MOST_SAMPLES, EstimatedPosterior, moments, pushed, samples_rather
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
+from laplace_plus.predictive.deviations import (
+    MOST_SAMPLES,
+    EstimatedPosterior,
+    is_sampled,
+    moments,
+    n_samples_for,
+    pushed,
+)
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
 
 Method = Literal["linearized", "sampled"]
 
@@ -36,11 +44,6 @@ class Predicting(Stored, ABC):
 
     tangent_mean: Tensor | None = None
     """The tangent model's optimum, where linearised predictions have it as their mean."""
-
-    @property
-    def draw_operations(self) -> int:
-        """About the operations of one draw; 0 where functional posteriors come from samples in any case."""
-        return 0
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -116,9 +119,10 @@ class Predicting(Stored, ABC):
         With more than 64 outputs, the links ``"gumbel"`` and ``"probit"`` are given variances only: those of
         ``functional_posterior(x, outputs="independent")`` or ``"diagonal"``. Mean, variance and log-probability are
         the same, but what the prediction estimates by Monte Carlo (the split of the variance, the mutual information)
-        then treats outputs as uncorrelated. Where these variances take one backward pass for each of many outputs,
-        they are estimated from samples if that takes fewer operations, and ``prediction.standard_error`` says how well;
-        the same call gives the same estimate. ``method="linearized"`` computes them exactly, whatever it takes.
+        then treats outputs as uncorrelated. Where an example has more than 512 outputs (of all positions) and more than
+        the last layer is selected, these variances would take as many backward passes. They are then estimated from
+        samples, and ``prediction.standard_error`` says how well; the same call gives the same estimate.
+        ``method="linearized"`` computes them exactly, whatever it takes.
 
         Args:
             x: A batch's inputs.
@@ -127,7 +131,8 @@ class Predicting(Stored, ABC):
             link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
                 ``"bridge"`` for classification, or ``"network"`` for the network's own probabilities; by default
                 :attr:`link`, or else the likelihood's first.
-            n_samples: Number of samples where any are drawn; by default 100, or 5 to 100 of those variances.
+            n_samples: Number of samples where any are drawn; by default 100, or of those variances as many as hold 2²⁶
+                numbers, from 5 to 100.
             joint: Whether inputs are treated jointly, with their cross-covariances.
             generator: Source of randomness.
             differentiable: Whether gradients flow to ``x`` (linearised only).
@@ -173,10 +178,10 @@ class Predicting(Stored, ABC):
         known = signature_of(type(self).functional_posterior).parameters
         if "generator" in known:  # a class may do without
             options["generator"] = generator
-        if needed and "n_samples" in known and method is None and not differentiable:
-            own, cost = torch.Generator(self.network.device).manual_seed(0), self.draw_operations
-            if n := samples_rather(self.network, self.network.receive(x), given, variances=True, draw=cost):
-                options |= {"n_samples": n, "generator": own if generator is None else generator}
+        may_estimate = needed and "n_samples" in known and method is None and not differentiable
+        if may_estimate and is_sampled(self.network, self.network.receive(x), variances=True):
+            own = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
+            options |= {"n_samples": given or n_samples_for(self.n_parameters), "generator": own}
         with torch.set_grad_enabled(differentiable):
             found = self.functional_posterior(x, joint=joint, **options)
             prediction = from_functional(
@@ -207,7 +212,7 @@ class Predicting(Stored, ABC):
 
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
-        if not samples_rather(self.network, self.network.receive(x), n, joint=joint, draw=self.draw_operations):
+        if not is_sampled(self.network, self.network.receive(x), joint=joint):
             return None
         with torch.no_grad():
             mean, moved = self._pushed(x, generator, n)

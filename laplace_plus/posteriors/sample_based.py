@@ -15,7 +15,7 @@ from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction
-from laplace_plus.predictive.deviations import pushed, samples_rather
+from laplace_plus.predictive.deviations import is_sampled, pushed
 
 
 class SampleBased(Posterior):
@@ -66,7 +66,7 @@ class SampleBased(Posterior):
     @override
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         x = self.network.receive(x)
-        if not samples_rather(self.network, x, n, joint=joint):
+        if not is_sampled(self.network, x, joint=joint):
             return None
         with torch.no_grad():
             mean, deviations = self._pushed(x)  # k products, however many samples are asked for

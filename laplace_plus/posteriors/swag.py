@@ -39,7 +39,8 @@ from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.sgd_path import DiagonalSWAG, PathMoments
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments, pushed
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
+from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
+from laplace_plus.predictive.outputs import Outputs
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
 

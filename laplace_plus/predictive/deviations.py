@@ -8,37 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import budget, slices
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
-from laplace_plus.network.batches import batch_size
-from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.linearization import ADModes, linearize
 from laplace_plus.network.network import Network
-from laplace_plus.predictive.linearized import (
-    QUICK_BYTES,
-    FunctionalPosterior,
-    Outputs,
-    output_indices,
-    require_outputs,
-    wants_variances,
-)
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import Outputs, pick, require_outputs, wants_variances
+from laplace_plus.structured.chunks import MIB, slices
 
-LARGE_COVARIANCE = 512 * 2**20
+MOST_EXACT = 512
+"""Outputs of an example whose covariances are exact unless only the last layer is selected: each of them takes a
+backward pass through the network."""
+
+LARGE_COVARIANCE = 512 * MIB
 """Bytes that a covariance of outputs and its factor may take in float64 before outputs are sampled instead."""
-
-CHEAP_OPERATIONS = 2**32
-"""So many for each example, about .1 s on one core, are always spent: on exact covariances, or else on samples."""
 
 LEAST_SAMPLES, MOST_SAMPLES = 5, 100
 """Samples unless a number is given: a variance then has a relative standard error ``(2/S)^½`` of 63 % to 14 %."""
+
+_TOGETHER = 512 * MIB
+"""Bytes of the samples and activations of those that are pushed together."""
 
 
 class EstimatedPosterior(FunctionalPosterior):
     """A functional posterior with estimated variances; :attr:`without_each` gives those without each sample."""
 
     without_each: Callable[[], Tensor]
+
+
+def is_sampled(network: Network, x: Any, *, variances: bool = False, joint: bool = False) -> bool:
+    """Whether outputs for x are sampled rather than their covariance (or ``variances``) being computed.
+
+    That is where an example has more than :data:`MOST_EXACT` outputs and more than the last layer is selected, or where
+    the covariance is larger than :data:`LARGE_COVARIANCE`.
+    """
+    shape = network.forward(x).shape
+    if len(network.layers) > 1 and shape[1:].numel() > MOST_EXACT:
+        return True
+    return not variances and 16 * shape.numel() * (shape.numel() if joint else shape[-1]) > LARGE_COVARIANCE
+
+
+def n_samples_for(n_parameters: int) -> int:
+    """How many samples estimate variances: as many as hold 2²⁶ numbers, from 5 to 100. Large networks take longer."""
+    return max(LEAST_SAMPLES, min(MOST_SAMPLES, 2**26 // n_parameters))
 
 
 def pushed(
@@ -50,9 +63,7 @@ def pushed(
     less than their covariance, and takes no ``[C, C]`` matrix (Immer et al., 2021). Raises :class:`DataError` for no
     examples, or another number of outputs than ``n_outputs``.
     """
-    linear = linearize(network, network.vector(), inputs, ad_modes)
-    known = any(map(ad_modes.right.get, ("mapped forward", "forward")))  # which then need no graph to be compared with
-    outputs = network.forward(inputs).to(network.dtype) if known else linear.outputs
+    linear, outputs = linearize(network, network.vector(), inputs, ad_modes), network.forward(inputs).to(network.dtype)
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
     if n_outputs is not None:
@@ -62,38 +73,9 @@ def pushed(
     for chunk in [deviations] if isinstance(deviations, Tensor) else deviations:
         # Forward mode holds two or three activations of each sample at a time; 64 times the outputs are typical.
         each = 4 * chunk[0].numel() * chunk.element_size() + 64 * outputs.numel() * outputs.element_size()
-        needed = each + batch_size(linear.inputs) * network.bytes_forward
-        room = max(each, min(4 * QUICK_BYTES, budget(outputs.device) // 2 * each // needed))
-        for some in slices(len(chunk), each, room):
+        for some in slices(len(chunk), each, _TOGETHER):
             parts.append(linear.push(chunk[some].to(outputs)).to(wide))
     return outputs.to(wide), torch.cat(parts)
-
-
-def samples_rather(
-    network: Network, x: Any, n: int | None, *, variances: bool = False, joint: bool = False, draw: int = 0
-) -> int:
-    """How many samples of the outputs for x to take instead of computing their covariance; 0 for the covariance.
-
-    It is sampled where it is larger than :data:`LARGE_COVARIANCE`, or takes more operations than the samples and than
-    :data:`CHEAP_OPERATIONS`, on which the number depends unless n is given. For each output of an example there is a
-    backward pass, for each sample a ``draw`` of so many operations (0: not counted) and a forward derivative; both take
-    about three forward passes, whose operations torch counts. The last layer alone needs no backward passes.
-
-    Sizes alone decide, so that the same seed gives the same samples whatever memory is free.
-    """
-    draw = 0 if len(network.layers) == 1 else draw
-    if variances and not draw:
-        return 0
-    forward_parts(network, x)
-    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  -- it imports Triton
-
-    with FlopCounterMode(display=False) as counter:
-        shape = network.forward(x).shape
-    passes, cheap = 3 * counter.get_total_flops(), shape[0] * CHEAP_OPERATIONS
-    count = n or max(LEAST_SAMPLES, min(MOST_SAMPLES, cheap // max(1, passes + draw)))
-    is_large = not variances and 16 * shape.numel() * (shape.numel() if joint else shape[-1]) > LARGE_COVARIANCE
-    is_slow = draw > 0 and passes * shape[1:].numel() > max(cheap, count * (passes + draw))
-    return count if is_large or is_slow else 0
 
 
 def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) -> FunctionalPosterior:
@@ -104,11 +86,8 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
     check_outputs(mean)
     check_finite(deviations, "Samples of the functional posterior")
     variances = wants_variances(outputs, joint)
-    if outputs is not None and not isinstance(outputs, str):
-        chosen = output_indices(outputs, mean.shape).to(mean.device)
-        chosen = chosen.expand(*mean.shape[:-1], chosen.shape[-1])
-        mean, deviations = mean.gather(-1, chosen), deviations.gather(-1, chosen.expand(len(deviations), *chosen.shape))
-    scaled = deviations / len(deviations) ** 0.5
+    deviations = deviations if outputs is None or variances else torch.stack([pick(one, outputs) for one in deviations])
+    mean, scaled = pick(mean, outputs), deviations / len(deviations) ** 0.5
     if variances:
         if outputs == "independent":
             scaled = scaled - (scaled * centring_weights(mean)).sum(-1, keepdim=True)

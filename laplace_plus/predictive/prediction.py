@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily, Normal, StudentT
 
-from laplace_plus._memory import CACHE_BYTES, require_free, slices
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
-from laplace_plus.likelihoods.base import check_outputs, checked_log_density, shape_text, widen
+from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.results import jackknife, standard_error
@@ -109,8 +108,6 @@ class Prediction:
         if self.joint:
             mean = mean.reshape(-1)
             covariance = covariance.reshape(mean.numel(), mean.numel())
-        size = self.n_samples * mean.numel() * mean.element_size()
-        require_free(size, f"{self.n_samples} samples of the outputs", mean.device, "Lower n_samples.")
         samples = draw(mean, covariance, self.n_samples, generator=self.source.stream(0))
         return samples.reshape(self.n_samples, *self.functional_mean.shape)
 
@@ -353,16 +350,12 @@ class Prediction:
         """
         if self.marginal is not None and self.marginal.information is not None:
             return self.marginal.information()
-        samples, parts = self.functional_samples.flatten(1, -2), []
-        each = 8 * samples[:, :1].numel() * samples.element_size()
-        for rows in slices(max(1, samples.shape[1]), each, 4 * CACHE_BYTES):
-            total = _closed_entropy(self.likelihood.mixture(samples[:, rows]), 1)
-            if total is None:
-                return self._sampled_entropy[1].clamp_min(0.0)
-            conditional = _closed_entropy(self.likelihood.distribution(samples[:, rows]), 2)
-            assert conditional is not None  # a mixture with a closed entropy has components with one
-            parts.append((total - conditional.mean(0)).clamp_min(0.0))
-        return torch.cat(parts).reshape(self.functional_mean.shape[:-1])
+        total = _closed_entropy(self.likelihood.mixture(self.functional_samples), self.functional_mean.dim() - 1)
+        if total is None:
+            return self._sampled_entropy[1].clamp_min(0.0)
+        conditional = _closed_entropy(self.likelihood.distribution(self.functional_samples), self.functional_mean.dim())
+        assert conditional is not None  # a mixture with a closed entropy has components with one
+        return (total - conditional.mean(0)).clamp_min(0.0)
 
     @cached_property
     def _sampled_entropy(self) -> tuple[Tensor, Tensor]:
@@ -439,40 +432,3 @@ def _closed_entropy(distribution: Distribution, n_lead: int) -> Tensor | None:
     except NotImplementedError:
         return None
     return _sum_extra(entropy, n_lead)
-
-
-def from_samples(
-    likelihood: Likelihood, outputs: Tensor, *, generator: torch.Generator | None = None, joint: bool = False
-) -> Prediction:
-    """The prediction of samples of the network's outputs, e.g. of networks whose parameters were sampled.
-
-    Args:
-        likelihood: How targets are distributed given the outputs.
-        outputs: Arranged, ``[S, B, *, C]``; sample ``s`` is of one network for all inputs.
-        generator: Source of randomness for entropies that have no closed form; see :func:`from_functional`.
-        joint: Whether :meth:`Prediction.log_prob` is of all inputs together.
-
-    Raises:
-        ConfigurationError: If ``outputs`` has fewer than three dimensions or no samples.
-        NonFiniteError: If it holds NaN or infinity.
-
-    Example:
-        >>> from laplace_plus.likelihoods import Gaussian
-        >>> from_samples(Gaussian(0.5), torch.tensor([[[1.0]], [[3.0]]])).variance
-        tensor([[1.2500]])
-    """
-    if outputs.dim() < 3 or len(outputs) == 0:
-        what, fix = "outputs must be samples of network outputs.", "Stack the networks' outputs along a new first axis."
-        raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=shape_text(outputs.shape), fix=fix)
-    outputs = widen(outputs)
-    check_outputs(outputs)
-    return Prediction(
-        likelihood=likelihood.of_new_targets or likelihood,
-        functional_mean=outputs.mean(0),
-        functional_covariance=None,
-        link="sampled",
-        joint=joint,
-        n_samples=len(outputs),
-        source=RandomSource.of(generator),
-        outputs=outputs,
-    )

@@ -16,6 +16,7 @@ from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors import predicting
 from laplace_plus.predictive import linearized
+from laplace_plus.predictive import outputs as outputs_module
 from laplace_plus.predictive.deviations import pushed
 
 EXACT = 1e-10
@@ -127,13 +128,6 @@ def test_structured_covariances_are_the_dense_ones(case):
     check_all(*case)
 
 
-def test_they_are_in_little_memory(case):
-    posterior, *rest = case
-    before, posterior.memory_budget = posterior.memory_budget, "48 KB"
-    check_all(posterior, *rest)
-    posterior.memory_budget = before
-
-
 def test_chosen_outputs_of_each_example_across_inputs(case):
     posterior, x, mean, dense = case
     best = mean.topk(2).indices
@@ -198,13 +192,11 @@ def test_many_outputs_are_predicted_as_few(kind, parameters, monkeypatch):
     posterior = HEADS[kind](net, "classification", parameters=parameters).fit([(x, torch.randint(0, 7, (9,)))])
     full = posterior.predictive(x)
     assert full.functional_covariance.shape == (9, 7, 7)
-    for module in (linearized, predicting):
+    for module in (outputs_module, predicting):
         monkeypatch.setattr(module, "MANY_OUTPUTS", 6)
     many = posterior.predictive(x)
     assert many.functional_covariance.shape == (9, 7)
     torch.testing.assert_close(many.mean, full.mean)
-    posterior.memory_budget = "64 KB"
-    torch.testing.assert_close(posterior.predictive(x).mean, full.mean)
 
 
 def test_many_outputs_of_sampled_posteriors(monkeypatch):
@@ -212,7 +204,7 @@ def test_many_outputs_of_sampled_posteriors(monkeypatch):
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double(), torch.randn(9, 3).double()
     posterior = lp.SampledLaplace(net, "classification", n_samples=4).fit([(x, torch.randint(0, 7, (9,)))])
     full = posterior.predictive(x)
-    for module in (linearized, predicting):
+    for module in (outputs_module, predicting):
         monkeypatch.setattr(module, "MANY_OUTPUTS", 6)
     torch.testing.assert_close(posterior.predictive(x).mean, full.mean)
 
@@ -250,19 +242,6 @@ def test_a_single_truth_value_is_no_choice():
         posterior.functional_posterior(x[:1], outputs=True)
 
 
-def test_gradients_flow_to_the_inputs_of_micro_batches():
-    posterior, x = perceptron_posterior()
-
-    def slope():
-        point = x.clone().requires_grad_()
-        posterior.functional_posterior(point, differentiable=True).covariance.sum().backward()
-        return point.grad
-
-    whole = slope()
-    posterior.memory_budget = 4000
-    assert relative_error(slope(), whole) < EXACT
-
-
 def counted_examples(net):
     """How many examples go through a network at a time, from now on."""
     seen: list[int] = []
@@ -270,19 +249,27 @@ def counted_examples(net):
     return seen
 
 
-@pytest.mark.parametrize("outputs", [None, "diagonal"])
-def test_a_large_batch_runs_in_micro_batches(outputs):
+def one_cotangent_at_a_time(monkeypatch):
+    monkeypatch.setattr(
+        linearized.Gradients, "cotangent_chunks", lambda self, n: iter([slice(k, k + 1) for k in range(n)])
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"outputs": "diagonal"}, {"outputs": "independent"}, {"joint": True}])
+def test_a_large_batch_runs_in_parts(options, monkeypatch):
     torch.manual_seed(1)
     net, x = perceptron()[0].double(), torch.randn(17, 4, dtype=torch.float64)
     posterior = lp.KFAC(net, "classification").fit([(x, torch.randint(0, CLASSES, (17,)))])
-    want = posterior.functional_posterior(x, outputs=outputs)
-    posterior.memory_budget = 4000
-    seen = counted_examples(net)
-    found = posterior.functional_posterior(x, outputs=outputs)
-    assert relative_error(found.mean, want.mean) < EXACT
-    assert relative_error(found.covariance, want.covariance) < EXACT
-    assert len(seen) > 2
-    assert max(seen[1:]) < 17
+    best = net(x).detach().topk(2).indices
+    for own in (options, options | {"outputs": best}) if not options.get("outputs") else (options,):
+        want = posterior.functional_posterior(x, **own)
+        with monkeypatch.context() as patch:
+            one_cotangent_at_a_time(patch)
+            seen = counted_examples(net)
+            found = posterior.functional_posterior(x, **own)
+        assert relative_error(found.mean, want.mean) < EXACT
+        assert relative_error(found.covariance, want.covariance) < EXACT
+        assert options or max(seen[1:]) < 17
 
 
 class Centred(nn.Linear):
@@ -292,26 +279,15 @@ class Centred(nn.Linear):
         return super().forward(x - x.mean(0))
 
 
-def test_examples_that_depend_on_each_other_are_never_cut():
+def test_examples_that_depend_on_each_other_are_never_cut(monkeypatch):
     torch.manual_seed(1)
     net, x = nn.Sequential(Centred(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double(), torch.randn(17, 4).double()
     posterior = lp.KFAC(net, "classification").fit([(x, torch.randint(0, CLASSES, (17,)))])
     want = posterior.functional_posterior(x)
-    posterior.memory_budget = 4000
-    for _ in range(2):
-        found = posterior.functional_posterior(x)
-        assert relative_error(found.mean, want.mean) < EXACT
-        assert relative_error(found.covariance, want.covariance) < EXACT
-
-
-def test_a_budget_that_holds_no_output_is_named():
-    posterior, x = perceptron_posterior()
-    expected = posterior.functional_posterior(x)
-    small, _ = perceptron_posterior(memory_budget=3000)  # a few examples at a time
-    assert relative_error(small.functional_posterior(x).covariance, expected.covariance) < EXACT
-    posterior.memory_budget = 20
-    with pytest.raises(ConfigurationError, match="memory budget"):
-        posterior.functional_posterior(x)
+    one_cotangent_at_a_time(monkeypatch)
+    found = posterior.functional_posterior(x)
+    assert relative_error(found.mean, want.mean) < EXACT
+    assert relative_error(found.covariance, want.covariance) < EXACT
 
 
 def test_samples_in_function_space_have_the_functional_posterior():
@@ -341,63 +317,3 @@ def test_indices_and_truth_values_do_not_mix() -> None:
     posterior = lp.Diagonal(nn.Linear(3, 2), "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)])
     with pytest.raises(lp.errors.ConfigurationError, match=r"\[True, 0\]"):
         posterior.functional_posterior(torch.zeros(1, 3), outputs=[True, 0])
-
-
-def test_predictions_keep_to_the_memory_budget_from_the_forward_pass_on():
-    """The graph of a whole batch would take more: what the fit has learnt of one example's tells so."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
-    small = lp.Diagonal(net, "classification", memory_budget="2 MiB").fit([(x, y)])
-    large = lp.Diagonal(net, "classification", memory_budget="2 GiB").fit([(x, y)])
-    want, sizes = large.functional_posterior(x), []
-    net.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
-    found = small.functional_posterior(x)
-    assert max(sizes) < 60 and sum(sizes) == 60
-    for mine, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-    want = large.functional_posterior(x, joint=True)
-    sizes.clear()
-    found = small.functional_posterior(x, joint=True)  # any two parts of the batch meet
-    small.memory_budget = "100 KiB"
-    with pytest.raises(ConfigurationError, match="outputs of two examples"):
-        small.functional_posterior(x, joint=True)
-    assert max(sizes) < 60
-    for mine, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("n_samples", [None, 3])
-def test_predictions_of_a_loaded_posterior_keep_to_the_memory_budget(tmp_path, n_samples):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
-    lp.Diagonal(net, "classification").fit([(x, y)]).save(tmp_path / "posterior")
-    loaded, sizes = lp.load(tmp_path / "posterior", net), []
-    loaded.memory_budget = "1 MiB"
-    net.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
-    loaded.functional_posterior(x, n_samples=n_samples, generator=torch.Generator().manual_seed(0))
-    assert max(sizes) < 60
-
-
-def test_samples_and_heads_keep_to_the_memory_budget_from_the_forward_pass_on():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
-    for budget, calls in (("1 MiB", 60), ("2 GiB", 1)):
-        head = lp.Full(net, "classification", parameters="last_layer", memory_budget=budget).fit([(x, y)])
-        sampled = lp.Diagonal(net, "classification", parameters=["2.*", "4.*"], memory_budget=budget).fit([(x, y)])
-        sizes: list[int] = []
-        hook = net.register_forward_hook(lambda module, inputs, output, sizes=sizes: sizes.append(len(output)))
-        generator = torch.Generator().manual_seed(0)
-        found = [
-            *head.functional_posterior(x),
-            sampled.predictive(x, method="sampled", n_samples=3, generator=generator).mean,
-            *sampled.functional_posterior(x, n_samples=3, generator=generator),
-        ]
-        hook.remove()
-        assert max(sizes) <= 60 // min(2, calls)
-        if calls > 1:
-            few = found
-    for mine, theirs in zip(few, found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

@@ -24,7 +24,8 @@ from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import Outputs, output_indices, wants_variances
 from laplace_plus.structured import DenseBlock, DiagonalBlock
 from laplace_plus.tuning.base import Tuner
 from laplace_plus.tuning.validation import Validation

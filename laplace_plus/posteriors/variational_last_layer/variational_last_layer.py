@@ -30,7 +30,8 @@ from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBo
 from laplace_plus.posteriors.variational_last_layer.bounds import Bound, resolve_bound
 from laplace_plus.posteriors.variational_last_layer.conjugate import Regression, Solution
 from laplace_plus.posteriors.variational_last_layer.gaussians import HISTORY, Gaussians, climb
-from laplace_plus.predictive import linearized
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import Outputs, output_indices, require_outputs, wants_variances
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
 
@@ -271,10 +272,10 @@ class VariationalLastLayer(Posterior):
         x: Any,
         *,
         joint: bool = False,
-        outputs: linearized.Outputs = None,
+        outputs: Outputs = None,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
-    ) -> linearized.FunctionalPosterior:
+    ) -> FunctionalPosterior:
         """As of :class:`Posterior`; exact, with independent outputs."""
         self.require_fit()
         if self.network.function is not None:  # of which the last layer is only a part
@@ -285,26 +286,26 @@ class VariationalLastLayer(Posterior):
         each = 0 if together else bytes_per_example(self.network, x)
         if len(parts := pieces(self.network, x, each, budget(self.network.device) // 2)) > 1:
             every = [self.functional_posterior(part, outputs=outputs) for part in parts]
-            return linearized.FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
+            return FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
         capture = Capture(self.network, x, differentiable=differentiable)
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
         if not shape.numel() or shape[-1] != self.n_outputs:
-            linearized.require_outputs(shape, self.n_outputs, x)
+            require_outputs(shape, self.n_outputs, x)
             raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-        features, only = head_features(self.network, capture)[1], linearized.wants_variances(outputs, joint)
+        features, only = head_features(self.network, capture)[1], wants_variances(outputs, joint)
         mean, pushed = (features @ self._q.mean.mT).view(shape).to(dtype), self._q.pushed(features)
         check_outputs(mean)
         if joint:
             fix = "Pass fewer inputs at a time."
             require_free(16 * shape.numel() ** 2, "A joint covariance", mean.device, fix)
             across = torch.diag_embed((pushed @ pushed.mT).permute(1, 2, 0)).transpose(1, 2)  # [N, C, N, C]
-            return linearized.FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
+            return FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
         found = pushed.square().sum(-1).mT.reshape(shape).to(dtype)
         if not (outputs is None or isinstance(outputs, str)):
-            chosen = linearized.output_indices(outputs, shape).to(mean.device)
+            chosen = output_indices(outputs, shape).to(mean.device)
             chosen = chosen.expand(*shape[:-1], chosen.shape[-1])
             mean, found = mean.gather(-1, chosen), found.gather(-1, chosen)
-        return linearized.FunctionalPosterior(mean, found if only else torch.diag_embed(found))
+        return FunctionalPosterior(mean, found if only else torch.diag_embed(found))
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
