@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import require_free
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import describe
@@ -55,17 +55,7 @@ def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> Tensor:
     """Compute ``-1/N sum_n log p_n[y_n]``, in nats.
 
     It is infinite if one target has probability zero; probabilities are not clamped, because that would hide it.
-
-    Args:
-        probabilities: ``[N, C]``.
-        targets: Integers, ``[N]``.
-
-    Returns:
-        A number of at least 0.
-
-    Raises:
-        ConfigurationError: If the probabilities are invalid.
-        LabelError: If the targets are not among the classes.
+    Arguments and errors as for :func:`accuracy`.
     """
     probabilities, targets = _check_classification(probabilities, targets)
     return -probabilities.gather(1, targets[:, None]).log().mean()
@@ -75,17 +65,7 @@ def brier_score(probabilities: Tensor, targets: Tensor) -> Tensor:
     """Compute ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
 
     The sum runs over all classes, so that the score of a binary problem is twice the one of its single column.
-
-    Args:
-        probabilities: ``[N, C]``.
-        targets: Integers, ``[N]``.
-
-    Returns:
-        A number in ``[0, 2]``.
-
-    Raises:
-        ConfigurationError: If the probabilities are invalid.
-        LabelError: If the targets are not among the classes.
+    Arguments and errors as for :func:`accuracy`.
     """
     probabilities, targets = _check_classification(probabilities, targets)
     one_hot = torch.nn.functional.one_hot(targets, probabilities.shape[1])
@@ -112,20 +92,10 @@ def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) 
     Bin ``m`` of ``M`` holds the predictions whose largest probability is in ``((m - 1)/M, m/M]`` (Guo et al., 2017), so
     that full confidence belongs to the last one.
 
-    Args:
-        probabilities: ``[N, C]``.
-        targets: Integers, ``[N]``.
-        n_bins: The number ``M`` of bins.
-
-    Returns:
-        Confidence, accuracy and number of predictions of every bin.
-
-    Raises:
-        ConfigurationError: If the probabilities are invalid, or ``n_bins`` is not positive.
-        LabelError: If the targets are not among the classes.
+    Arguments and errors as for :func:`accuracy`; ``n_bins`` is the number ``M`` of bins.
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    _check_bins(n_bins)
+    checks.count("n_bins", n_bins)
     confidence, predicted = probabilities.max(dim=1)
     edges = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)
     bins = torch.bucketize(confidence, edges[1:-1])
@@ -139,19 +109,11 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
     """Compute the mean distance of confidence and accuracy, ``sum_m n_m/N |accuracy_m - confidence_m|``.
 
     It is computed from the :func:`reliability_curve`, so that the two always agree. It differs from ``torchmetrics``
-    only for confidences on the edge of a bin: torchmetrics puts a confidence of 1 into a bin of its own.
-
-    Args:
-        probabilities: ``[N, C]``.
-        targets: Integers, ``[N]``.
-        n_bins: The number of bins; the error is a biased estimate that grows with it.
+    only for confidences on the edge of a bin: torchmetrics puts a confidence of 1 into a bin of its own. The error is a
+    biased estimate that grows with the number of bins.
 
     Returns:
         A number in ``[0, 1]``.
-
-    Raises:
-        ConfigurationError: If the probabilities are invalid, or ``n_bins`` is not positive.
-        LabelError: If the targets are not among the classes.
     """
     curve = reliability_curve(probabilities, targets, n_bins)
     gaps = torch.where(curve.counts > 0, (curve.accuracy - curve.confidence).abs(), 0.0)
@@ -168,7 +130,7 @@ def adaptive_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
         A number in ``[0, 1]``.
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    _check_bins(n_bins)
+    checks.count("n_bins", n_bins)
     confidence, predicted = probabilities.max(dim=1)
     right = _shared(confidence, (predicted == targets).to(confidence))
     order = confidence.argsort()
@@ -224,8 +186,7 @@ def false_positive_rate(scores_in: Tensor, scores_out: Tensor, true_positive_rat
         tensor(0.2500)
     """
     _check_scores(scores_in=scores_in, scores_out=scores_out)
-    if not 0 < true_positive_rate <= 1:
-        raise ConfigurationError("The rate is wrong.", expected="above 0, at most 1", got=repr(true_positive_rate))
+    checks.number("true_positive_rate", true_positive_rate, above=0.0, most=1.0)
     found = math.ceil(true_positive_rate * len(scores_out) - 1e-9)
     return (scores_in >= scores_out.sort(descending=True).values[found - 1].to(scores_in)).float().mean()
 
@@ -293,8 +254,7 @@ def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
     Returns:
         A number of at least 0: 0 for uncertainties in the order of the errors, the largest one for the reverse order.
 
-    Raises:
-        ConfigurationError: As for :func:`area_under_risk_coverage`, or a negative error.
+    Errors as for :func:`area_under_risk_coverage`, and ConfigurationError for a negative error.
     """
     gap, mean = _risks(uncertainty, error) - _risks(error, error), error.double().mean()
     if error.min() < 0:
@@ -347,9 +307,6 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         variance: Predictive variances ``v``, observation noise included, of the same shape.
         targets: ``y``, of the same shape.
 
-    Returns:
-        A number of either sign.
-
     Raises:
         ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
         LabelError: If the targets are of another shape.
@@ -363,19 +320,7 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
 
     With ``s = sqrt(variance)`` and ``z = (y - mean) / s``, the score of one scalar is
     ``s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi))`` (Gneiting and Raftery, 2007). It becomes the absolute error as
-    the variance goes to zero.
-
-    Args:
-        mean: Predictive means, ``[N]`` or ``[N, C]``.
-        variance: Predictive variances, observation noise included, of the same shape.
-        targets: Of the same shape.
-
-    Returns:
-        A number of at least 0; smaller is better.
-
-    Raises:
-        ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
-        LabelError: If the targets are of another shape.
+    the variance goes to zero. Arguments and errors as for :func:`gaussian_nll`.
     """
     mean, variance, targets = _check_moments(mean, variance, targets)
     scale = variance.sqrt()
@@ -415,16 +360,9 @@ def mean_interval_width(low: Tensor, high: Tensor) -> Tensor:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_bins(n_bins: int) -> None:
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
-        raise ConfigurationError("The number of bins is wrong.", expected="an integer of at least 1", got=repr(n_bins))
-    require_free(32 * n_bins, f"{n_bins} bins", torch.device("cpu"), "Take fewer.")
-
-
 def _check_scores(**named: Tensor) -> None:
     for name, scores in named.items():
-        if scores.ndim != 1 or scores.is_complex():
-            raise ConfigurationError(f"{name} is wrong.", expected="real numbers [N]", got=describe(scores))
+        checks.shape(name, scores, [None])
         if len(scores) == 0:
             raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
         if n_nan := int(scores.isnan().sum()):

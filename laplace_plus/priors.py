@@ -26,22 +26,23 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor, *, copy: bool = F
         >>> as_hyperparameter(0.1).dtype
         torch.float64
     """
-    found = value if isinstance(value, Tensor) and value.is_floating_point() else None
-    if found is not None and found.ndim <= 1 and not found.is_inference() and not copy:
-        return found
-    try:
-        with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later
-            given = torch.as_tensor(value)
-            if given.is_complex() or given.dtype == torch.bool:
-                raise TypeError
-            found = torch.as_tensor(value, dtype=torch.float64) if found is None else found.clone()
-            if found.ndim > 1:
-                raise TypeError
-            return found
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        what = "A prior precision, prior mean, temperature or noise level is made of real numbers."
-        expected = "a number, a flat sequence of numbers, or a real tensor with at most one axis"
-        raise ConfigurationError(what, expected=expected, got=reprlib.repr(value)) from error
+    with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later
+        try:
+            found = value if isinstance(value, Tensor) and value.is_floating_point() else _numbers(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            found = torch.empty(0, 0)
+        if found.ndim <= 1:
+            return found.clone() if found is value and (copy or found.is_inference()) else found
+    what = "A prior precision, prior mean, temperature or noise level is made of real numbers."
+    expected = "a number, a flat sequence of numbers, or a real tensor with at most one axis"
+    raise ConfigurationError(what, expected=expected, got=reprlib.repr(value))
+
+
+def _numbers(value: object) -> Tensor:
+    """Integers and real numbers in float64; an empty matrix for anything else that torch takes."""
+    given = torch.as_tensor(value)
+    real = not given.is_complex() and given.dtype != torch.bool
+    return torch.as_tensor(value, dtype=torch.float64) if real else torch.empty(0, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -389,7 +389,7 @@ def test_noise_that_is_none(noise):
 
 
 def test_noise_of_another_structure():
-    with pytest.raises(ConfigurationError, match="2 standard deviation"):
+    with pytest.raises(ConfigurationError, match="standard deviation"):
         Gaussian(torch.ones(2)).curvature_weights(torch.ones(3))
 
 
@@ -444,8 +444,6 @@ def test_descriptions_that_cannot_be_rebuilt():
         likelihood_from_config(StudentT().config())
     with pytest.raises(ConfigurationError, match="'weibull'"):
         likelihood_from_config({"name": "weibull"})
-    with pytest.raises(ConfigurationError, match="damaged"):
-        likelihood_from_config({"name": "poisson", "rate": 1})
 
 
 def test_confident_and_extreme_log_densities_keep_their_digits():

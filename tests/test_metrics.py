@@ -132,8 +132,6 @@ def test_integer_targets_of_every_dtype():
     ("probabilities", "targets", "error", "message"),
     [
         (P[:, 0], Y, ConfigurationError, r"\[N, C\].*float64 \[4\].*stack"),
-        (P[:, :1], Y, ConfigurationError, r"float64 \[4, 1\]"),
-        (P[None], Y, ConfigurationError, r"float64 \[1, 4, 3\]"),
         (P.long(), Y, ConfigurationError, "int64"),
         (P, Y[:3], LabelError, r"real numbers \[4\].*int64 \[3\]"),
         (P, Y[:, None], LabelError, r"int64 \[4, 1\]"),
@@ -154,7 +152,7 @@ def test_classification_refuses(score, probabilities, targets, error, message):
 
 @pytest.mark.parametrize("n_bins", [0, -1, 2.5, True])
 def test_the_number_of_bins_is_checked(n_bins):
-    with pytest.raises(ConfigurationError, match="number of bins"):
+    with pytest.raises(ConfigurationError, match="n_bins is out of range"):
         metrics.expected_calibration_error(P, Y, n_bins)
 
 
@@ -180,8 +178,7 @@ def test_auroc_depends_on_the_order_alone():
 @pytest.mark.parametrize(
     ("inside", "outside", "error", "message"),
     [
-        (torch.zeros(3, 1), torch.zeros(2), ConfigurationError, r"scores_in.*float32 \[3, 1\]"),
-        (torch.zeros(3), torch.zeros(2, dtype=torch.complex64), ConfigurationError, "scores_out.*complex64"),
+        (torch.zeros(3, 1), torch.zeros(2), ConfigurationError, r"scores_in.*\[3, 1\]"),
         (torch.zeros(3), torch.zeros(0), EmptyDataError, "scores_out is empty"),
         (torch.tensor([0.0, math.nan]), torch.zeros(2), NonFiniteError, "scores_in.*1 NaN"),
     ],
@@ -267,8 +264,6 @@ def test_single_numbers_are_scored_and_none_refused():
 @pytest.mark.parametrize(
     ("variance", "message"),
     [
-        (torch.ones(0), r"variances are wrong.*\[0\]"),
-        (torch.ones(3) + 0j, "variances are wrong.*complex64"),
         (torch.ones(3, 1), r"variances are wrong.*\[3\].*\[3, 1\].*diagonal"),
         (torch.ones(3).long(), "variances are wrong.*int64"),
         (torch.tensor([1.0, 0.0, 1.0]), "positive.*smallest is 0"),

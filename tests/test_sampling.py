@@ -10,7 +10,6 @@ from scipy.stats import chi2, norm
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus import _memory
 
 N_DRAWS = 20_000
 LEVEL = 1e-6
@@ -214,19 +213,6 @@ def test_without_a_generator_the_global_seed_decides():
     second = posterior.sample(2), posterior.predictive(x, link="mc", n_samples=5).mean
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(posterior.sample(2), first[0])
-
-
-@pytest.mark.parametrize("name", [*CLASSES, "LowRank"])
-@pytest.mark.slow
-def test_draws_do_not_depend_on_the_memory_budget(name):
-    """Noise comes in tiles of a fixed size, however many of them are worked on at a time."""
-    posterior, _ = fitted({**CLASSES, "LowRank": lp.LowRank}[name])
-    draws = []
-    for n_bytes in (1, 2**30):
-        with _memory.memory_budget(n_bytes):
-            draws.append(posterior.sample(70_000, generator=torch.Generator().manual_seed(0)))  # more than one tile
-    torch.testing.assert_close(draws[1], draws[0], rtol=1e-12, atol=1e-12)
-    assert len(draws[0][::1000].unique(dim=0)) == 70
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -169,12 +169,11 @@ class Likelihood(ABC):
         Raises:
             OutputError: If the network returned no floating tensor with the axis ``output_axis``.
         """
-        if not isinstance(raw, Tensor) or not raw.is_floating_point():
-            raise OutputError("The network's output is not a floating tensor.", expected="reals", got=describe(raw))
-        if raw.dim() == 1:
+        real = isinstance(raw, Tensor) and raw.is_floating_point()
+        if real and raw.dim() == 1:
             return raw.unsqueeze(-1)
-        if raw.dim() == 0 or not -raw.dim() <= self.output_axis < raw.dim() or self.output_axis in (0, -raw.dim()):
-            expected = f"[B, *, C] with the C outputs at axis {self.output_axis}, after the batch"
+        if not real or not -raw.dim() < self.output_axis < raw.dim() or self.output_axis == 0:
+            expected = f"a floating tensor [B, *, C] with the C outputs at axis {self.output_axis}, after the batch"
             raise OutputError("The network's output has no axis for the outputs.", expected=expected, got=describe(raw))
         return raw if self.output_axis == -1 else raw.movedim(self.output_axis, -1)
 
@@ -266,9 +265,7 @@ class Likelihood(ABC):
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
         flat, targets, weight = self.rows(outputs, targets)
-        some = 1 + 2**22 // flat.shape[-1]  # so many rows at a time: with large vocabularies, copies are large, too
-        parts = map(partial(checked_log_density, self), flat.split(some), targets.split(some))
-        return torch.cat([*parts]).double().where(weight > 0, 0.0).sum().reshape(1)
+        return checked_log_density(self, flat, targets).double().where(weight > 0, 0.0).sum().reshape(1)
 
     def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
         """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""
@@ -412,8 +409,5 @@ def _negative_gradient(likelihood: Likelihood, outputs: Tensor, targets: Tensor)
     f = f if attached else f.detach().clone().requires_grad_()
     with torch.enable_grad():
         log_density = checked_log_density(likelihood, f, targets)
-        if not log_density.requires_grad:
-            what = f"{type(likelihood).__name__}.log_density is not differentiable."
-            raise ConfigurationError(what, expected="a torch expression of the outputs, without detach()")
         (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
     return f, attached, gradient

@@ -31,7 +31,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.nn.functional import one_hot
 from torch.special import log_ndtr
 
-from laplace_plus._memory import CACHE_BYTES, CHUNK_BYTES, slices
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import (
     Likelihood,
@@ -40,7 +40,6 @@ from laplace_plus.likelihoods.base import (
     check_batch,
     describe,
     shape_text,
-    unknown_link,
     variance_of,
     widen,
 )
@@ -57,12 +56,9 @@ _REACH = 5.5
 
 def _draw_by_sums(table: Tensor, generator: torch.Generator | None) -> Tensor:
     """One class for each row of probabilities: where its running sum first exceeds a uniform number; ``[N, 1]``."""
-    found = []
-    for rows in slices(len(table), 8 * table.shape[1], 32 * CACHE_BYTES):
-        sums = table[rows].cumsum(-1, dtype=torch.float64)
-        drawn = torch.rand(len(sums), 1, generator=generator, device=sums.device, dtype=torch.float64)
-        found.append(torch.searchsorted(sums, drawn * sums[:, -1:], right=True))
-    return torch.cat(found).clamp_(max=table.shape[1] - 1)
+    sums = table.cumsum(-1, dtype=torch.float64)
+    drawn = torch.rand(len(sums), 1, generator=generator, device=sums.device, dtype=torch.float64)
+    return torch.searchsorted(sums, drawn * sums[:, -1:], right=True).clamp_(max=table.shape[1] - 1)
 
 
 def _nodes(count: int, total: float = 1.0) -> dict[torch.dtype, Tensor]:
@@ -100,8 +96,8 @@ _SMOOTH = 3.0
 """A class ``(s + 2)²`` or more below a time, of deviation s up to 3, needs no inner integral. No probability of 105
 Gaussians changed by 3e-6. For s = 4 the nodes' error, 3e-5 of F, must be equal at all times to cancel."""
 
-_FEW_PAIRS = 1024
-"""Classes and times for which all inner integrals take less time than the choice of those that are needed."""
+_BYTES = {True: 2**22, False: 2**28}
+"""Of the nodes of the rows that are integrated at once, on a CPU (its own caches) and elsewhere."""
 
 _SMALL = 4e-4
 """Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the top, d the variance of the difference from it, for second
@@ -150,9 +146,7 @@ class Categorical(Likelihood):
             if weight.dim() != 1 or not bool((weight >= 0).all() and weight.isfinite().all() and weight.any()):
                 what, expected = "The class weights cannot be used.", "C non-negative numbers, not all zero"
                 raise ConfigurationError(what, expected=expected, got=str(weight.tolist()))
-        if not 0 <= self.label_smoothing < 1:
-            what = "label_smoothing is out of range."
-            raise ConfigurationError(what, expected="from 0 to below 1", got=repr(self.label_smoothing))
+        checks.number("label_smoothing", self.label_smoothing, least=0.0, most=math.nextafter(1.0, 0.0))
         if self.weight is not None or self.label_smoothing:
             object.__setattr__(self, "of_new_targets", Categorical(self.ignore_index, self.output_axis))
 
@@ -311,8 +305,6 @@ class Categorical(Likelihood):
             logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         elif link == "bridge":
             logits = _bridge_log_concentration(mean, covariance)
-        elif link != "network":
-            raise unknown_link(self, link)
         p = logits.softmax(-1)
         return Marginal(p, p * (1 - p), partial(CategoricalDistribution, logits=logits, validate_args=False))
 
@@ -389,16 +381,15 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
-    """The same by integrals, for rows ``[N, C]``, a bounded number of pairs of a row and a time at once.
+    """The same by integrals, for rows ``[N, C]``, a bounded number of rows at once.
 
     The trapezoidal rule converges geometrically here. Nodes are equidistant at first, then farther and farther apart:
     narrow steps cut wider ones off, so they lie near the end that nodes count from, whatever the variances' ratios.
     """
     times, nodes = _TIMES[mean.dtype].to(mean.device), _NODES[mean.dtype].to(mean.device)
     n_times, n_nodes, size = times.shape[1] // 2, nodes.shape[1] // 2, mean.shape[-1]
-    limit = 4 * CACHE_BYTES if mean.device.type == "cpu" else CHUNK_BYTES
-    room = max(1, limit // (2 * n_nodes * size * mean.element_size()))
-    rows, recorded = max(1, room // n_times), torch.compiler.is_compiling() or torch.jit.is_tracing()
+    rows = max(1, _BYTES[mean.device.type == "cpu"] // (2 * n_nodes * n_times * size * mean.element_size()))
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # graphs do not depend on values
     if not recorded and len(mean) > rows:
         pairs = zip(mean.split(rows), variance.split(rows), strict=True)
         return torch.cat([_integrated_logits(*own) for own in pairs])
@@ -412,36 +403,35 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
     width = (m + reach).amax(-1, keepdim=True) - start + (12 + math.log(size))
     near = torch.minimum(width, 0.9 * n_times + 0.9 * n_times * s.gather(-1, surest))
     t, spacing = (torch.cat([near, width], -1) @ times).unsqueeze(-1).split(n_times, 1)  # [N, T, 1]
-    t, log_spacing, s, m, densities = t + (start - 3.5).unsqueeze(1), spacing.log(), s.unsqueeze(1), m.unsqueeze(1), []
+    x, s = t + (start - 3.5).unsqueeze(1) - m.unsqueeze(1), s.unsqueeze(1)
+    # F(x) = ∫ φ(ε) exp(−exp(−u)) dε, u = x − s ε. Far below a time, log F = −a and log F' = log a − a exp(s²) to
+    # leading order in a = E exp(−u) = exp(s²/2 − x). Nodes count down from u = −4, where F's integrand ends.
     square, bound = s.clamp_max(_SMOOTH).square(), (s + 2).square().masked_fill(s > _SMOOTH, math.inf)
-    count = n_times if recorded else max(1, room // max(1, len(m)))
-    for some, log_step in zip(t.split(count, 1), log_spacing.split(count, 1), strict=True):
-        # F(x) = ∫ φ(ε) exp(−exp(−u)) dε, u = x − s ε. Far below a time, log F = −a and log F' = log a − a exp(s²) to
-        # leading order in a = E exp(−u) = exp(s²/2 − x). Nodes count down from u = −4, where F's integrand ends.
-        x = some - m
-        log_density = (square / 2 - x).clamp_max(0.0)
-        log_cdf = -log_density.exp()
-        log_density = log_density + log_cdf * square.exp()
-        close, few, x_close, s_close = x < bound, recorded or x.numel() <= _FEW_PAIRS, x, s
-        if not few:
-            close = close.flatten().nonzero().squeeze(1)
-            x_close, s_close = (every.reshape(-1).index_select(0, close) for every in (x, s.expand_as(x)))
-        last = ((x_close + 4) / s_close).clamp_max(_REACH)
-        span = (last + _REACH).clamp_min(4.0)
-        sides = torch.stack([torch.minimum(span, 0.8 * n_nodes / s_close), span], -1)
-        before, weights = (sides @ nodes).split(n_nodes, -1)  # last − ε, [pairs, Q]
-        lowest = torch.addcmul(x_close, s_close, last, value=-1)
-        falling = torch.exp(before * -s_close.unsqueeze(-1))  # exp(lowest − u)
-        gumbel, epsilon = falling * -torch.exp(-lowest).unsqueeze(-1), before - last.unsqueeze(-1)
-        values = torch.addcmul(gumbel, epsilon, epsilon, value=-0.5).exp() * weights
-        found = values.sum(-1).log(), (values * falling).sum(-1).log() - lowest
-        if few:
-            log_cdf, log_density = torch.where(close, found[0], log_cdf), torch.where(close, found[1], log_density)
-        else:
-            log_cdf = log_cdf.flatten().scatter(0, close, found[0]).view_as(x)
-            log_density = log_density.flatten().scatter(0, close, found[1]).view_as(x)
-        densities.append(log_density - log_cdf + (log_cdf.sum(-1, keepdim=True) + log_step))
-    return torch.cat(densities, 1).logsumexp(1).log_softmax(-1)
+    log_density = (square / 2 - x).clamp_max(0.0)
+    log_cdf = -log_density.exp()
+    log_density = log_density + log_cdf * square.exp()
+    close = (x < bound).flatten()
+    chosen = torch.arange(len(close), device=x.device) if recorded else close.nonzero().squeeze(1)
+    x_close, s_close = (every.reshape(-1).index_select(0, chosen) for every in (x, s.expand_as(x)))
+    last = ((x_close + 4) / s_close).clamp_max(_REACH)
+    span = (last + _REACH).clamp_min(4.0)
+    sides = torch.stack([torch.minimum(span, 0.8 * n_nodes / s_close), span], -1)
+    before, weights = (sides @ nodes).split(n_nodes, -1)  # last − ε, [pairs, Q]
+    lowest = torch.addcmul(x_close, s_close, last, value=-1)
+    falling = torch.exp(before * -s_close.unsqueeze(-1))  # exp(lowest − u)
+    gumbel, epsilon = falling * -torch.exp(-lowest).unsqueeze(-1), before - last.unsqueeze(-1)
+    values = torch.addcmul(gumbel, epsilon, epsilon, value=-0.5).exp() * weights
+    found = values.sum(-1).log(), (values * falling).sum(-1).log() - lowest
+    if recorded:
+        log_cdf, log_density = (
+            torch.where(close, own, far.flatten()).view_as(x)
+            for own, far in zip(found, (log_cdf, log_density), strict=True)
+        )
+    else:
+        log_cdf = log_cdf.flatten().scatter(0, chosen, found[0]).view_as(x)
+        log_density = log_density.flatten().scatter(0, chosen, found[1]).view_as(x)
+    densities = log_density - log_cdf + (log_cdf.sum(-1, keepdim=True) + spacing.log())
+    return densities.logsumexp(1).log_softmax(-1)
 
 
 def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from laplace_plus.likelihoods.base import (
     describe,
     shape_text,
     uniform_mixture,
-    unknown_link,
     variance_of,
     widen,
 )
@@ -39,7 +38,7 @@ from laplace_plus.likelihoods.sampling import draw_by
 class Elementwise(Likelihood):
     """Targets of the outputs' shape, ``[B, *]`` also if there is one; a diagonal curvature, the same for all targets.
 
-    Errors say ``wrong_targets`` of values that are no targets, ``valid_targets`` of what is expected, and a ``hint``.
+    Errors say ``wrong_targets`` of values that are none, ``valid_targets`` of what is expected, and a ``hint``.
     """
 
     couples_outputs = False
@@ -196,8 +195,6 @@ class Bernoulli(Elementwise):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"probit"``, which needs variances only, or ``"network"``: ``sigmoid(m)``."""
-        if link not in ("probit", "network"):
-            raise unknown_link(self, link)
         logits = mean if link == "network" else mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         law = partial(BernoulliDistribution, logits=logits, validate_args=False)
         return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), law)
@@ -258,8 +255,6 @@ class Poisson(Elementwise):
         (a gamma mixture) of the same mean and variance. It is computed in ``float64``, because for small ``v`` its
         log-density is a difference of large numbers.
         """
-        if link != "exact":
-            raise unknown_link(self, link)
         variance = variance_of(mean, covariance)
         rate = (mean + 0.5 * variance).exp()
         spread = variance.expm1()  # relative variance of the rate

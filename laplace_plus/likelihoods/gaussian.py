@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import Marginal, describe, shape_text, unknown_link, variance_of, widen
+from laplace_plus.likelihoods.base import Marginal, describe, variance_of, widen
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.normal import is_full, noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal
@@ -92,10 +93,7 @@ class Gaussian(RealTargets):
 
     def _groups(self, noise_std: float | Tensor | None) -> Tensor:
         """The noise ``[K]``; a single number applies to all groups."""
-        noise = self._noise_std if noise_std is None else _checked_noise(noise_std)
-        if noise.numel() not in (1, self.n_noise):
-            expected = f"{self.n_noise} standard deviation(s), or one"
-            raise ConfigurationError("The noise does not fit.", expected=expected, got=shape_text(noise.shape))
+        noise = self._noise_std if noise_std is None else _checked_noise(noise_std, self.n_noise)
         return noise.reshape(-1).expand(self.n_noise)
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
@@ -153,8 +151,6 @@ class Gaussian(RealTargets):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: ``N(m, V + σ²)``."""
-        if link != "exact":
-            raise unknown_link(self, link)
         noise_variance = self._noise_std.to(mean).square().expand_as(mean)
         return noisy_normal(mean, covariance, noise_variance)
 
@@ -227,8 +223,6 @@ class HeteroscedasticGaussian(RealTargets):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: the exact mean ``m`` and variance ``V_m + exp(l + V_l / 2)``, as those of a normal."""
-        if link != "exact":
-            raise unknown_link(self, link)
         size = mean.shape[-1] // 2
         variance = variance_of(mean, covariance)
         aleatoric = (mean[..., size:] + 0.5 * variance[..., size:]).exp()
@@ -261,8 +255,7 @@ class GivenNoise(RealTargets):
     hint = "Give (y, s) with s > 0 for each of the outputs."
 
     def __post_init__(self) -> None:
-        if _checked_noise(self.new_noise_std).dim():
-            raise ConfigurationError("The noise of new targets is one number.", got=f"{self.new_noise_std}")
+        checks.positive("new_noise_std", self.new_noise_std)
 
     def align(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Pairs ``[B, *, C, 2]`` of targets and their noise."""
@@ -315,8 +308,6 @@ class GivenNoise(RealTargets):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: ``N(m, V + s²)`` of new targets."""
-        if link != "exact":
-            raise unknown_link(self, link)
         return noisy_normal(mean, covariance, torch.full_like(mean, self.new_noise_std**2))
 
     def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
@@ -330,16 +321,14 @@ class GivenNoise(RealTargets):
         return super().marginal_log_density(own, values)
 
 
-def _checked_noise(noise_std: float | Tensor) -> Tensor:
-    what, expected = "The noise must be a standard deviation.", "a positive finite number, or [C] of them"
-    refused = ConfigurationError(what, expected=expected, got=reprlib.repr(noise_std))
+def _checked_noise(noise_std: float | Tensor, count: int | None = None) -> Tensor:
+    """A noise as float64, 0-d or ``[C]``; ConfigurationError for other values, or neither one nor ``count``."""
     try:
-        given = torch.as_tensor(noise_std)
-        if given.is_complex() or given.dtype == torch.bool:
-            raise refused
         noise = torch.as_tensor(noise_std, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise refused from error
-    if noise.dim() > 1 or noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
-        raise refused
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        noise = torch.empty(0)
+    fits = noise.dim() <= 1 and noise.numel() in (1, count or noise.numel() or 1)
+    if not fits or not bool((torch.isfinite(noise) & (noise > 0)).all()):
+        what, expected = "The noise must be a standard deviation.", "a positive finite number, or [C] of them"
+        raise ConfigurationError(what, expected=expected, got=reprlib.repr(noise_std))
     return noise

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from laplace_plus._memory import CACHE_BYTES, slices
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.likelihoods.base import Marginal, shape_text, variance_of
 from laplace_plus.likelihoods.sampling import standard_normal
@@ -57,12 +56,9 @@ def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator
     noise = standard_normal((n, *mean.shape), like=mean, generator=generator)
     if is_full(mean, covariance):
         size, flat = mean.shape[-1], mean.reshape(-1, mean.shape[-1])
-        matrices, result = covariance.reshape(-1, size, size), noise.view(n, -1, size)
         # One product for each matrix: broadcast over the samples, it would be copied for each of them.
-        for rows in slices(len(flat), (n + 6 * size) * size * mean.element_size(), 4 * CACHE_BYTES):
-            own = result[:, rows].transpose(0, 1).clone() @ cholesky(matrices[rows]).mT
-            result[:, rows] = flat[rows] + own.transpose(0, 1)
-        return result.view_as(noise)
+        moved = noise.view(n, -1, size).transpose(0, 1) @ cholesky(covariance.reshape(-1, size, size)).mT
+        return (flat + moved.transpose(0, 1)).view_as(noise)
     positive = covariance > 0  # the square root has no derivative at zero
     return mean + torch.where(positive, torch.where(positive, covariance, 1.0).sqrt(), 0.0) * noise
 

@@ -137,10 +137,4 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
     if name not in _BY_NAME:
         what, known = "A custom likelihood must be passed itself.", ", ".join(map(repr, _BY_NAME))
         raise ConfigurationError(what, expected=known, got=options.get("class", repr(name)))
-    try:
-        if not all(isinstance(options.get(option, 0), int) for option in ("ignore_index", "output_axis")):
-            raise TypeError("indices that are no integers")
-        return _BY_NAME[name](**options)
-    except TypeError as error:
-        what = f"The description of the likelihood {name!r} is damaged."
-        raise ConfigurationError(what, expected="what config() returned", got=f"{sorted(options)}") from error
+    return _BY_NAME[name](**options)

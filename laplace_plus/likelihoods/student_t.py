@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Distribution, StudentT
 
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link, variance_of
+from laplace_plus.likelihoods.base import Likelihood, Marginal, variance_of
 from laplace_plus.likelihoods.gaussian import RealTargets
 from laplace_plus.likelihoods.normal import independent_information
 
@@ -39,8 +39,6 @@ class StudentTNoise(RealTargets):
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: weights and noise are integrated out together."""
-        if link != "exact":
-            raise unknown_link(self, link)
         epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
         law = partial(self.distribution, mean, epistemic)
         information = partial(independent_information, epistemic, noise)

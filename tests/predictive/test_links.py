@@ -374,8 +374,6 @@ def test_joint_gaussian_by_monte_carlo_agrees():
 def test_unknown_links(likelihood, link, part):
     with pytest.raises(ConfigurationError, match=part):
         from_functional(likelihood, torch.zeros(2, 2), torch.eye(2).expand(2, 2, 2), link=link)
-    with pytest.raises(ConfigurationError, match=part):
-        likelihood.predict(torch.zeros(2, 2), torch.eye(2).expand(2, 2, 2), link=link)
 
 
 @pytest.mark.parametrize("link", ["mc", "bridge"])
