@@ -3,7 +3,8 @@
 torchrun --nproc-per-node 4 configs/distributed_example.py runs/distributed_example
 
 On a machine without GPUs it runs on the CPU. Put your own network and data in place of `trained_network` and
-`examples`; the network may also be wrapped in DistributedDataParallel or sharded with fully_shard (FSDP2).
+`examples`; the network may also be wrapped in DistributedDataParallel. One that fully_shard (FSDP2) has sharded goes
+through `lp.distributed.gathered` first.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(hours=1))
     model = trained_network().to(device)
 
-    posterior = lp.KFAC(model, "classification").fit(share(1001, seed=0))  # sums over all ranks
-    posterior.fit_prior_precision()  # the same on every rank, without communication
+    posterior = lp.distributed.fit(lp.KFAC(model, "classification"), share(1001, seed=0))  # sums over all ranks
+    posterior.fit_prior_precision("marginal_likelihood")  # the same on every rank, without communication
 
     totals = torch.zeros(3, device=device)
     for x, y in share(503, seed=1):  # each rank predicts its own inputs
@@ -71,9 +72,9 @@ def main() -> None:
         totals[2] += len(y)
     dist.all_reduce(totals)
 
-    posterior.save(sys.argv[1])  # rank 0 writes, the others wait
-    posterior = lp.load(sys.argv[1], model)
     if dist.get_rank() == 0:
+        posterior.save(sys.argv[1])
+        posterior = lp.load(sys.argv[1], model)
         log_likelihood, correct, n = totals.tolist()
         print(f"{posterior!r}: NLL {-log_likelihood / n:.4f}, accuracy {correct / n:.4f} on {n:.0f} examples")  # noqa: T201
     dist.destroy_process_group()

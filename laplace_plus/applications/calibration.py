@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
@@ -38,9 +39,10 @@ from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import can_be_cut, cut, iterate
 from laplace_plus.network.network import Network
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.posteriors.loading import WRAPPERS
+from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.predictive.outputs import Outputs, outputs_for, require_outputs
@@ -58,6 +60,7 @@ HELD_OUT = 0.2
 """Share of the training data that a refit holds out, as in five-fold cross-validation."""
 
 
+@stored
 @dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
     """What a calibration found.
@@ -87,6 +90,7 @@ class CalibrationReport:
     held_out_nll: float = math.nan
 
 
+@stored
 @dataclass(eq=False, repr=False)
 class CalibratedPosterior:
     """A posterior whose outputs are divided by a temperature, or whose covariance is scaled; see :func:`calibrate`.
@@ -158,28 +162,9 @@ class CalibratedPosterior:
         options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
 
-    def save(self, path: str | Path, **entries: Any) -> None:
-        """Write the posterior with its calibration, as one checkpoint; arguments and errors as of its own ``save``."""
-        header = {name: getattr(self, name) for name in ("temperature", "covariance_scale", "link")}
-        header |= {
-            name: None if own is None else own.tolist() for name, own in (("weight", self.weight), ("bias", self.bias))
-        }
-        # JSON has no NaN.
-        report = {key: None if value != value else value for key, value in asdict(self.report).items()}
-        self.posterior.save(path, calibration={**header, "report": report}, **entries)
-
-
-def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
-    """What was saved."""
-    report = {key: math.nan if value is None else value for key, value in found["report"].items()}
-    scaling: Any = {
-        name: torch.tensor(found[name], dtype=torch.float64) for name in ("weight", "bias") if found.get(name)
-    }
-    numbers = {name: found[name] for name in ("temperature", "covariance_scale", "link")}
-    return CalibratedPosterior(posterior, **numbers, report=CalibrationReport(**report), **scaling)
-
-
-WRAPPERS["calibration"] = _calibrated
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the posterior with its calibration, as one file; errors as of its own ``save``."""
+        save(self, path)
 
 
 def calibrate(

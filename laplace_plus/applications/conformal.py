@@ -33,8 +33,9 @@ from laplace_plus import checks
 from laplace_plus.applications.calibration import CalibratedPosterior
 from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.network.batches import batch_size, describe, iterate
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors import Posterior
-from laplace_plus.posteriors.loading import WRAPPERS
+from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction
 
 CLASS_SCORES = ("threshold", "adaptive", "regularized")
@@ -44,6 +45,7 @@ Grouping = Callable[[Any], Tensor]
 """From a batch's inputs to the group of each example, integers ``[B]``."""
 
 
+@stored
 @dataclass(frozen=True, eq=False, repr=False)
 class ConformalPosterior:
     """A posterior with thresholds for sets or intervals; see :func:`conformalize`. Predictions stay as they are.
@@ -103,9 +105,7 @@ class ConformalPosterior:
         """
         if callable(self.by):
             raise UnsupportedError("Groups by a function cannot be saved.", fix="Save the posterior alone.")
-        limits = [None if math.isinf(q) else q for q in self.thresholds.flatten().tolist()]  # JSON has no infinity
-        entry = {"score": self.score, "level": self.level, "by": self.by, "thresholds": limits}
-        self.posterior.save(path, conformal={**entry, "shape": list(self.thresholds.shape)})
+        save(self, path)
 
     def _predict(self, x: Any, scores: tuple[str, ...], generator: torch.Generator | None) -> Prediction:
         if self.score not in scores:
@@ -237,12 +237,3 @@ def _number_scores(prediction: Prediction, values: Tensor, score: str, level: fl
     else:
         found = (values - prediction.mean).abs() / (prediction.std if score == "scaled" else 1.0)
     return found.flatten(0, -2)
-
-
-def _restored(posterior: Any, entry: Any) -> ConformalPosterior:
-    limits = [math.inf if q is None else q for q in entry["thresholds"]]
-    thresholds = torch.tensor(limits, dtype=torch.float64).view(entry["shape"])
-    return ConformalPosterior(posterior, entry["score"], entry["level"], thresholds, entry["by"])
-
-
-WRAPPERS["conformal"] = _restored

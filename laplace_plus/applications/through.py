@@ -26,7 +26,6 @@ from laplace_plus.network.batches import (
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.posteriors.storing import Stored
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.predictive.outputs import output_indices
@@ -129,7 +128,7 @@ class Through:
         view.other_likelihood = self.likelihood
         if self.likelihood is not None and view.link not in self.likelihood.links:
             view.link = None  # which the tuning chose for other outputs
-        for one in (view, *(value for value in vars(view).values() if isinstance(value, Stored))):
+        for one in (view, *(value for value in vars(view).values() if isinstance(value, Posterior))):
             one.network, one.n_outputs = self._network, self._n_outputs
         return view
 

@@ -22,7 +22,7 @@ from laplace_plus.predictive import Prediction
 __all__ = ["LaplaceCallback", "LaplacePredictor", "load_posterior"]
 
 KEY = "laplace_plus"
-"""The entry of a Lightning checkpoint that holds the posterior's two files, as bytes in tensors."""
+"""The entry of a Lightning checkpoint that holds the posterior's file, as bytes in a tensor."""
 
 
 class LaplaceCallback(Callback):
@@ -86,13 +86,12 @@ class LaplaceCallback(Callback):
             self.posterior = fitted(cls, network, likelihood, data, decay, generator=self._generator, **options)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the files of ``posterior.save``: safetensors and JSON."""
+        """Add the file of ``posterior.save``."""
         if self.posterior is not None:
             with tempfile.TemporaryDirectory() as folder:
                 self.posterior.save(Path(folder) / KEY)
-                files = {file.name: file.read_bytes() for file in (Path(folder) / KEY).iterdir()}
-            content = {name: torch.frombuffer(bytearray(raw), dtype=torch.uint8) for name, raw in files.items()}
-            checkpoint[KEY] = {"network": self._network, "files": content}
+                content = torch.frombuffer(bytearray((Path(folder) / KEY).read_bytes()), dtype=torch.uint8)
+            checkpoint[KEY] = {"network": self._network, "file": content}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the posterior of a checkpoint, unless training goes on from it."""
@@ -156,10 +155,9 @@ def load_posterior(path: str | Path, module: LightningModule) -> Any:
 
 def _restored(entry: dict[str, Any], module: LightningModule) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in entry["files"].items():
-            tensor: Tensor = content.cpu()
-            (Path(folder) / Path(name).name).write_bytes(tensor.numpy().tobytes())
-        return load(folder, submodule(module, entry["network"]))
+        content: Tensor = entry["file"].cpu()
+        (Path(folder) / KEY).write_bytes(content.numpy().tobytes())
+        return load(Path(folder) / KEY, submodule(module, entry["network"]))
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from laplace_plus._memory import budget, memory_budget, slices
-from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network import batches
@@ -86,11 +85,8 @@ def held_by(model: nn.Module) -> Held:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations.
-
-    For a model whose parameters are sharded over ranks, a copy with whole parameters.
-    """
-    return plain_module(unwrapped(model))
+    """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
+    return unwrapped(model)
 
 
 class Network:
@@ -121,7 +117,6 @@ class Network:
             expected, got = "a trained torch.nn.Module", type(model).__name__
             raise ConfigurationError("The model is not a module.", expected=expected, got=got)
         self.model: nn.Module = unwrap(model)
-        self.sharded = sharded_source(model)
         self.selection, self.arrange = parameters, arrange
         # What is called in place of the model, for another output of the same weights.
         self.function: Callable[..., Any] | None = None
@@ -329,11 +324,6 @@ class Network:
         """
         return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
 
-    def refresh(self) -> None:
-        """Take up the present weights of a model that is :attr:`sharded` over ranks; to be called on all of them."""
-        refresh_(self.model, self.sharded)
-        self.kept.clear()
-
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
@@ -418,6 +408,9 @@ def refuse_unsuitable(model: nn.Module) -> None:
         what, fix = "A TorchScript module hides its operations.", "Pass the module that was scripted."
         raise UnsupportedError(what, expected="a plain nn.Module", got="a torch.jit.ScriptModule", fix=fix)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor).__name__ in ("DTensor", "FlatParameter"):
+            what, fix = f"{name!r} is sharded over ranks.", "Pass lp.distributed.gathered(model, whole_model)."
+            raise UnsupportedError(what, expected="whole parameters on each rank", got=type(tensor).__name__, fix=fix)
         if tensor.is_meta:
             what, fix = f"{name!r} is on the meta device.", "Load weights: model.load_state_dict(..., assign=True)."
             raise ConfigurationError(what, expected="a trained network", got="a network without weights", fix=fix)

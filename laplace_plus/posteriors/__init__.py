@@ -1,13 +1,11 @@
 """The posteriors, one method in one file."""
 
 from laplace_plus.posteriors.abnn import ABNN
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import Summary
+from laplace_plus.posteriors.base import Posterior, Summary
 from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.kfac import KFAC
-from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
 from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
@@ -18,6 +16,8 @@ from laplace_plus.posteriors.riemannian.riemannian import Riemannian
 from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.sgd_path import DiagonalSWAG
+from laplace_plus.posteriors.state import GaussianState, State
+from laplace_plus.posteriors.storing import load, load_state_dict, state_dict
 from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.swag import SWAG
@@ -54,6 +54,7 @@ __all__ = [
     "ExponentialMap",
     "Full",
     "GaussianPosterior",
+    "GaussianState",
     "KFAC",
     "LargestMagnitude",
     "LargestVariance",
@@ -70,6 +71,7 @@ __all__ = [
     "SampledEvidence",
     "SampledLaplace",
     "Selector",
+    "State",
     "Subnetwork",
     "Summary",
     "TrainingFreeLoRA",
@@ -78,5 +80,7 @@ __all__ = [
     "VariationalLastLayer",
     "get_posterior",
     "load",
+    "load_state_dict",
     "register",
+    "state_dict",
 ]

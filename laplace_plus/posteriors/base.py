@@ -1,42 +1,160 @@
-"""The abstract posterior: what every method gives and what it gets."""
+"""What every posterior has: a network, a likelihood and a prior; fitting, predicting, tuning and saving.
+
+A method derives from :class:`Posterior` and gives ``fit_batches``, which returns a state, and ``sample``. Everything
+else follows. A method with options of its own, and more to remember than a mean::
+
+    @stored
+    @dataclass(frozen=True)
+    class RidgeState(State):  # mean [P], n_data, n_outputs
+        variances: Tensor
+
+    class Ridge(Posterior):
+        def __init__(self, model, likelihood, *, damping: float = 1.0, **common):
+            super().__init__(model, likelihood, **common)
+            self.damping = damping
+
+        def fit_batches(self, data, *, progress=False, generator=None, before=None) -> RidgeState:
+            n_data, n_outputs, total = ...
+            for batch in self.batches(data, progress=progress, description="Ridge"):
+                ...
+            return RidgeState(self.network.vector(), n_data, n_outputs, 1 / (total + self.damping))
+
+        def sample(self, n, *, generator=None) -> Tensor:
+            ...  # self.state.variances
+
+What ``fit_batches`` does not take, the method cannot do: without ``before``, the state of earlier data, it has no
+``update``; without ``reduce`` no :func:`laplace_plus.distributed.fit`. It runs on a copy of the posterior whose
+attributes are adopted when it has returned, so that a failure changes nothing. Constructor arguments of the class's own
+are recorded in ``options``, the state is a value, and so :func:`laplace_plus.load` needs no code of the class.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from functools import partial
-from inspect import Parameter, signature
-from typing import Any, ClassVar, Self
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from os import PathLike
+from threading import get_ident
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import torch
-import torch.distributed as dist
+from torch import Tensor, nn
 
-from laplace_plus import io
-from laplace_plus.distributed import Distributed, Group, resolve_group
-from laplace_plus.errors import EmptyDataError, UnsupportedError, tried
+from laplace_plus import checks
+from laplace_plus._memory import parse_bytes
+from laplace_plus._progress import progress_bar
+from laplace_plus.curvature import Backend, resolve_backend
+from laplace_plus.errors import (
+    ConfigurationError,
+    DataError,
+    EmptyDataError,
+    ModelChangedError,
+    NotFittedError,
+    SelectionError,
+    UnsupportedError,
+    unknown_option,
+)
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate, output_tensor
-from laplace_plus.posteriors.calls import Called
-from laplace_plus.posteriors.configuration import Summary, full_precision
-from laplace_plus.posteriors.probing import check_deterministic
+from laplace_plus.network.batches import Batch, batch_size, describe, inputs_of, iterate, signature_of
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.linearization import ADModes
+from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.network.selection import Selection
+from laplace_plus.persistence import decode, digest, encode
+from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.storing import save
 from laplace_plus.posteriors.training_data import TrainingData
-from laplace_plus.priors import LAYERWISE, Groups
+from laplace_plus.predictive import Prediction, from_functional, from_samples
+from laplace_plus.predictive.deviations import (
+    MOST_SAMPLES,
+    EstimatedPosterior,
+    is_sampled,
+    moments,
+    n_samples_for,
+    pushed,
+)
+from laplace_plus.predictive.from_outputs import stacked
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
+from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.tuning.base import Tuner, TuningResult, resolve_tuner
 
-_GOLDEN = 0x9E3779B97F4A7C15
-"""The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
+M = TypeVar("M", bound=Callable[..., Any])
+Method = Literal["linearized", "sampled"]
+
+DRAWN_AT_ONCE, DRAWN_SINGLY = 2**26, 2**29
+"""Bytes of parameter vectors that are drawn in one call, and that are alive at a time where there are more."""
 
 
-class Posterior(Called):
-    """A posterior over (some of) the parameters of a trained network.
+def full_precision(method: M) -> M:
+    """Run a public method outside of the caller's autocast and inference mode, which only the network's pass sees."""
 
-    A subclass must give :meth:`fit_batches` and :meth:`sample`. It may give :meth:`functional_posterior` where it knows
-    better than Monte Carlo, and :meth:`options`, :meth:`state` and :meth:`restore` to be saved. The network itself is
-    never changed. See ``docs/extending.md``.
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
+        if self.network.kept.get("inside") == get_ident():  # another public method runs
+            return method(self, *args, **keywords)
+        checks.generator(keywords.get("generator"))
+        with exact_arithmetic(self.network, self._memory_budget):
+            return method(self, *args, **keywords)
 
-    Calls from several threads, to this and other posteriors of the network, come one after the other. The user's own
-    threads must not run or train the network meanwhile, because other weights take the place of its own.
+    return cast(M, wrapped)
+
+
+def _recording(constructor: M) -> M:
+    """A constructor that records the arguments of its class in ``options``, and explains unknown keywords."""
+    taken = signature(constructor).parameters
+    shared = signature(Posterior.__init__).parameters if "Posterior" in globals() else taken
+    own = [name for name, one in taken.items() if name not in shared and one.kind is not Parameter.VAR_KEYWORD]
+
+    @wraps(constructor)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in taken and name not in shared:
+                raise unknown_option(type(self).__name__, name, [*own, *[*shared][3:]])
+        if "options" not in vars(self) and not callable(getattr(type(self), "options", None)):  # the class's own
+            bound = signature(constructor).bind(self, *args, **keywords)
+            bound.apply_defaults()
+            self.options = {name: bound.arguments[name] for name in own}
+        constructor(self, *args, **keywords)
+
+    if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):  # the common ones, for help and introspection
+        rest = [one for name, one in shared.items() if name not in taken]
+        named = [one for one in taken.values() if one.kind is not Parameter.VAR_KEYWORD]
+        wrapped.__signature__ = Signature([*named, *rest])  # type: ignore[attr-defined]
+    return cast(M, wrapped)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Which parameter is treated how; prints as a table.
+
+    Attributes:
+        title: One line about the posterior.
+        rows: For each parameter its name, number of selected entries, layer and treatment.
+        prior: A line about the prior's groups; empty where they are the layers.
+    """
+
+    title: str
+    rows: tuple[tuple[str, int, str, str], ...]
+    prior: str = ""
+
+    def __str__(self) -> str:
+        table = [("parameter", "entries", "layer", "treatment")]
+        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+        return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
+
+
+class Posterior(ABC):
+    """A posterior over (some of) the parameters of a trained network, which itself is never changed.
+
+    A subclass gives :meth:`fit_batches` and :meth:`sample`, and :meth:`functional_posterior` where it knows better than
+    Monte Carlo. See ``docs/extending.md``.
 
     Args:
         model: The trained ``nn.Module``.
@@ -48,16 +166,20 @@ class Posterior(Called):
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.
         backend: ``"native"``, ``"backpack"``, ``"curvlinops"``, or an instance with options.
-        memory_budget: Bytes, or a text such as ``"2 GiB"``, that intermediate results may take on top of the network,
-            the data and what is returned. Work is cut into chunks accordingly. The default is a quarter of the memory
-            that is free on the network's device.
+        memory_budget: Without effect, and gone in the next version: batches say how many examples pass together.
 
     Attributes:
         network: The model as a function of the selected parameters.
-        n_data: Number of examples seen; :meth:`fit_batches` sets it.
-        n_outputs: C, or 0 where the method does not say; :meth:`fit_batches` sets it.
-        group: The ranks that shared the last fit; None for one process.
+        state: What the last fit found; None before it.
+        options: The arguments of the class's own.
         training_data: The loaders of the fit, for methods that pass over the data again.
+        tuning: The result of the last tuning.
+        link: What ``predictive`` takes by default, as the last tuning chose it; None for the likelihood's first.
+        covariance_scale: Factor on the covariance of a Gaussian posterior, as the last tuning chose it: a cold
+            posterior for less than 1. A new prior precision or fit sets it to 1. The evidence is without it.
+        tangent_mean: The tangent model's optimum, where linearised predictions have it as their mean.
+        noise_per_output: Whether the fit gives each of several outputs a noise level of its own: so for
+            ``"regression"``, by its name, until a noise is set.
 
     Raises:
         ConfigurationError: An argument that is not of these kinds.
@@ -65,55 +187,103 @@ class Posterior(Called):
         UnsupportedError: A network that cannot be treated as a function of single examples.
     """
 
-    over_ranks: bool = False
-    """Whether :meth:`fit_batches` sums over the ranks in ``group``; a class that does not is refused several."""
-
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {}
     """Classes of the tuners that this class supports, by shorthand; the first of them is ``"auto"``."""
 
-    tuning: TuningResult | None = None
-    """The result of the last tuning."""
+    default_method: ClassVar[Method] = "linearized"
+    """How ``predictive`` predicts unless it is told."""
 
-    training_data: TrainingData = TrainingData()
+    one_precision: ClassVar[bool] = False
+    """Whether a single prior precision scales all entries, so that several are refused."""
 
-    earlier: Any = None
-    """The sums of earlier tasks' data, to which :meth:`fit` adds; see ``lp.continue_on``."""
+    options: dict[str, Any]
+    tuning: TuningResult | None
+    link: str | None
+    covariance_scale: float
+    tangent_mean: Tensor | None
+    noise_per_output: bool
+    training_data: TrainingData
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _recording(cls.__init__)  # type: ignore[method-assign]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
+    ):
+        self.memory_budget = memory_budget
+        self.likelihood: Likelihood = resolve_likelihood(likelihood)
+        self.noise_per_output = isinstance(likelihood, str) and likelihood == "regression"
+        self.network = Network(model, parameters, self.likelihood.arrange)
+        self.model = self.network.model  # what weights are compared with
+        self.backend = resolve_backend(backend)
+        self._found: Any = None
+        self._mark: Any = None  # of the network at the fit
+        self._prior_groups: Groups | None = None  # other than the layers
+        self.tuning, self.link, self.covariance_scale, self.tangent_mean = None, None, 1.0, None
+        self.training_data = TrainingData()
+        self._prior_precision = self._checked_precision(prior_precision)
+        self._prior_mean = as_hyperparameter(prior_mean, copy=True)
+        self.temperature = temperature
+        if self._prior_precision.numel() == self._prior_mean.numel() == 1 or self.is_last_layer:
+            # The size of a last layer is only certain once a batch has gone through the network.
+            first = self._prior_precision.flatten()[:1], self._prior_mean.flatten()[:1]
+            GaussianPrior.create(*first, torch.zeros(1, dtype=torch.long))
+        else:
+            self.prior()
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def fit_batches(
-        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
-    ) -> None:
-        """One method's own work, from streamed batches; if it fails, attributes become what they were.
+    def fit_batches(self, data: Iterable[Any]) -> Any:
+        """One method's own work, from streamed batches; :meth:`batches` iterates over the data.
 
-        It sets ``n_data``, usually ``n_outputs``, and :attr:`mean` where that is not the network's weights.
-        :meth:`batches` iterates over the data. Of the keywords a method may take those that it needs. Without
-        ``update`` it can only be fitted anew.
+        Of these keywords a method takes those that it needs:
+
+        * ``progress``: whether to show a bar; ``generator``: the source of randomness;
+        * ``before``: the state of data to which these are added, None for a fit anew;
+        * ``reduce(own, add)``: in several processes, the sum over all ranks of a value that :func:`encode` takes, by
+          a function that adds two of them; a rank that has none passes None.
+
+        Returns:
+            The :class:`State`.
         """
 
-    # -- what it gets --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; may live on another device.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: A number of draws that is not a positive integer.
+        """
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
 
     @full_precision
-    def fit(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        distributed: Distributed = None,
-    ) -> Self:
+    def fit(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
         """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
 
         Args:
             data: An iterable of batches: ``(x, y)`` tuples, nested tuples, or mappings with labels.
             progress: Whether to show a progress bar.
-            generator: Source of randomness, for methods that use any; of several ranks, that of rank 0 counts.
-            distributed: Which ranks of ``torch.distributed`` share the data, each with a loader of its own: None for
-                all there are, False for this process alone, or a process group. Every one of them makes the same call.
+            generator: Source of randomness, for methods that use any.
 
         Raises:
-            DistributedError: Another rank failed, or disagrees on the network or on settings.
             EmptyDataError: No data came.
             DataError: A batch of a form that cannot be used.
             LabelError: Targets that do not fit the likelihood, or that repeat ``"input_ids"`` unshifted.
@@ -122,103 +292,275 @@ class Posterior(Called):
             SelectionError: The selected parameters have no influence on the likelihood of the data.
             UnsupportedError: A curvature that the backend cannot compute.
         """
-        is_alone = distributed is None and not (dist.is_available() and dist.is_initialized())
-        group = None if is_alone else resolve_group(distributed)
-        with nullcontext() if group is None else group.together():
-            if self.network.sharded is not None:
-                self.network.refresh()
-            self.network.check_finite()
-            self.run_fit(data, group, progress=progress, generator=generator)
-        return self
+        self.network.check_finite()
+        return self._fitted(data, None, progress=progress, generator=generator)
 
     @full_precision
-    def update(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        distributed: Distributed = None,
-    ) -> Self:
+    def update(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`.
 
         Unlike that of :meth:`fit`, the loader is not kept alive. A method that passes over the training data again
         needs all of them: keep the loaders (lists are never kept), or pass ``data=`` there.
         """
-        options: Any = {"progress": progress, "generator": generator}
-        if self._vector is None:
-            return self.fit(data, distributed=distributed, **options)
-        group = resolve_group(distributed)
-        with nullcontext() if group is None else group.together():
-            self.require_fit()
-            self.run_fit(data, group, update=True, **options)
-        return self
+        if not self.is_fitted:
+            return self.fit(data, progress=progress, generator=generator)
+        self.require_fit()
+        return self._fitted(data, self._found, progress=progress, generator=generator)
 
-    def run_fit(
-        self,
-        data: Iterable[Any],
-        group: Group | None,
-        *,
-        update: bool = False,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """What :meth:`fit` and :meth:`update` do within a session of the ranks; a failure changes nothing."""
-        taken = signature(self.fit_batches).parameters
-        if update and "update" not in taken:
+    def _fitted(self, data: Iterable[Any], before: Any, *, reduce: Any = None, **options: Any) -> Self:
+        """What :meth:`fit` and :meth:`update` do: work on a copy, and adopt its attributes when it has succeeded."""
+        taken = signature_of(self.fit_batches).parameters
+        if before is not None and not {"before", "update"} & taken.keys():
             what = f"{type(self).__name__} cannot be updated."
             raise UnsupportedError(what, expected="fit() on all the data", got="update()")
-        network, before, vector = self.network, dict(vars(self)), self._vector
-        learnt, self.group = dict(network.example_axes), group
-        try:
-            if group is not None:
-                generator = self._agree(group, generator, update=update)
-                progress = progress and group.rank == 0
-            options: dict[str, Any] = {"update": update, "progress": progress, "generator": generator}
-            if list(taken.values())[-1].kind is not Parameter.VAR_KEYWORD:
-                for name in options.keys() - taken.keys():
-                    del options[name]
-            if not update:
-                self._function = self._example = None
-                network.example_axes.clear()
-                network.reached.clear()
-            self.remember_weights()
-            self.fit_batches(data, **options)
-            if self._vector is None or (self._vector is vector and not update):
-                self._vector = self.network.vector()
-            network.kept.pop("mark", None)
-            if network.mark() != self._mark:  # the forward pass writes to the weights
-                self.require_fit()
-        except BaseException:
-            self.__dict__ = before
-            network.example_axes.clear()
-            network.example_axes.update(learnt)
-            raise
-        if update:
-            self.training_data = self.training_data.plus(data)
+        if reduce is not None and "reduce" not in taken:
+            what = f"{type(self).__name__} cannot be fitted over several ranks."
+            raise UnsupportedError(what, expected="fit() in one process, on all the data")
+        made, network = copy.copy(self), self.network
+        made._found = before
+        network.example_axes.clear()
+        network.reached.clear()
+        mark = network.mark()
+        offered = {**options, "before": before, "reduce": reduce, "update": before is not None}
+        found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
+        network.kept.pop("mark", None)
+        made._mark = made.network.mark()
+        if made.network is network and made._mark != mark:
+            what, fix = "The network's forward pass writes to its own weights.", "Write to copies of them."
+            raise ModelChangedError(what, expected="no other weights after it", got=_changed(mark, made._mark), fix=fix)
+        made._set_state(found if found is not None else made._earlier_state())
+        if before is not None:
+            made.training_data = self.training_data.plus(data)
         else:
-            gone = isinstance(data, Iterator) or self.earlier is not None
-            self.training_data = TrainingData(None if gone else data)
+            gone = isinstance(data, Iterator) or getattr(self, "earlier", None) is not None
+            made.training_data = TrainingData(None if gone else data)
+        self.__dict__ = vars(made)
+        return self
 
-    def _agree(self, group: Group, generator: torch.Generator | None, *, update: bool) -> torch.Generator | None:
-        """Check that all ranks have the same posterior; returns this rank's generator."""
-        if not self.over_ranks:
-            what, got = f"{type(self).__name__} cannot be fitted over several ranks.", f"{group.size} of them"
-            fix = "Pass distributed=False, and all the data, to fit on this rank alone."
-            raise UnsupportedError(what, expected="one process", got=got, fix=fix)
-        call = f"update() after {self.n_data} examples" if update else "fit()"
-        weights = {
-            f"the {entry['kind']} {entry['name']!r}": f"{entry['dtype']} {entry['shape']} of {entry['sha256'][:16]}"
-            for entry in io.fingerprint(self.network.model)["tensors"]
-        }
-        settings = {name: str(value) for name, value in self.settings().items()}
-        group.check_agreement({"the call": call, **settings, **weights})
-        if self.backend.kind != "ggn_mc":
-            return generator
-        seeds = group.exchange("the seed", draw_seed(torch.default_generator if generator is None else generator))
+    def _set_state(self, state: Any) -> None:
+        """Make a state that of this posterior, at the network's present weights."""
+        self._found, self._mark = state, self.network.mark()
+
+    def batches(self, data: Iterable[Any], *, progress: bool = False, description: str = "") -> Iterator[Batch]:
+        """A loader's batches on the network's device."""
+        return iterate(data, device=self.network.device, progress=progress, description=description)
+
+    # -- predicting ----------------------------------------------------------------------------------------------------
+
+    @full_precision
+    def functional_posterior(
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> FunctionalPosterior:
+        """Mean and covariance of the linearised network's outputs.
+
+        By default from 100 samples of the posterior, pushed through the network's tangent at its own weights.
+
+        Args:
+            x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
+            joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
+            outputs: None for all outputs, ``"diagonal"`` for variances only, ``"independent"`` for the variances of
+                independent outputs whose differences vary as nearly as can be likewise, or indices of some outputs.
+            differentiable: Whether gradients flow to ``x``.
+            generator: Source of randomness, for methods that use any.
+
+        Returns:
+            Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: ``differentiable``, where this method only knows samples.
+        """
+        self.require_fit()
+        if differentiable:
+            what = f"{type(self).__name__} passes no gradients to x."
+            raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
+        with torch.no_grad():
+            return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
+
+    @full_precision
+    def predictive(
+        self,
+        x: Any = None,
+        *,
+        method: Method | None = None,
+        link: str | None = None,
+        n_samples: int | None = None,
+        joint: bool = False,
+        generator: torch.Generator | None = None,
+        differentiable: bool = False,
+        **batch: Any,
+    ) -> Prediction:
+        """The posterior predictive distribution ``p(y | x, D)``.
+
+        With more than 64 outputs, the links ``"gumbel"`` and ``"probit"`` are given variances only: those of
+        ``functional_posterior(x, outputs="independent")`` or ``"diagonal"``. Mean, variance and log-probability are
+        the same, but what the prediction estimates by Monte Carlo (the split of the variance, the mutual information)
+        then treats outputs as uncorrelated. Where an example has more than 512 outputs (of all positions) and more than
+        the last layer is selected, these variances would take as many backward passes. They are then estimated from
+        samples, and ``prediction.standard_error`` says how well; the same call gives the same estimate.
+        ``method="linearized"`` computes them exactly, whatever it takes.
+
+        Args:
+            x: A batch's inputs.
+            method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
+                suits the class, and the quicker way to the former.
+            link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
+                ``"bridge"`` for classification, or ``"network"`` for the network's own probabilities; by default
+                :attr:`link`, or else the likelihood's first.
+            n_samples: Number of samples where any are drawn; by default 100, or of those variances as many as hold 2²⁶
+                numbers, from 5 to 100.
+            joint: Whether inputs are treated jointly, with their cross-covariances.
+            generator: Source of randomness.
+            differentiable: Whether gradients flow to ``x`` (linearised only).
+            **batch: In place of ``x``, the entries of a batch that is a mapping; its target is left out.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An unknown method, link or option.
+            DataError: Inputs that are no batch of what was fitted to.
+            ModelChangedError: The network's weights have changed since the fit.
+        """
+        self.require_fit()
+        if x is None:
+            x = inputs_of(batch)
+        elif batch:
+            raise unknown_option(
+                "predictive", next(iter(batch)), [*signature_of(Posterior.predictive).parameters][2:-1]
+            )
+        checks.choice("method", method, (None, "linearized", "sampled"))
+        likelihood = self.other_likelihood or self.likelihood
+        first, sampled = link or self.link or likelihood.links[0], (method or self.default_method) == "sampled"
+        count = MOST_SAMPLES if n_samples is None else n_samples
+        if sampled or first == "mc":
+            self.check_samples(count, x)
+        if sampled:
+            if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
+                what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
+                expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
+                got = f'method="sampled", link={link!r}, differentiable={differentiable}'
+                raise ConfigurationError(what, expected=expected, got=got)
+            with torch.no_grad():
+                drawn = torch.stack(list(self.sampled_outputs(x, count, generator)))
+            if self.n_outputs:
+                require_outputs(drawn.shape, self.n_outputs, x)
+            return from_samples(likelihood, drawn, generator=generator, joint=joint)
+        many = self.n_outputs > MANY_OUTPUTS
+        if first == "mc" and many and not differentiable:
+            drawn = self._functional_samples(x, count, joint=joint, generator=generator)
+            if drawn is not None:
+                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+        needed = outputs_for(first, self.n_outputs) if many and not joint else None
+        options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable, "joint": joint}
+        known = signature_of(type(self).functional_posterior).parameters
+        if "generator" in known:  # a class may do without
+            options["generator"] = generator
+        may_estimate = needed and "n_samples" in known and method is None and not differentiable
+        if may_estimate and is_sampled(self.network, self.network.receive(x), variances=True):
+            own = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
+            options |= {"n_samples": n_samples or n_samples_for(self.n_parameters), "generator": own}
+        with torch.set_grad_enabled(differentiable):
+            found = self.functional_posterior(x, **options)
+            made = from_functional(likelihood, *found, link=first, n_samples=count, generator=generator, joint=joint)
+            if isinstance(found, EstimatedPosterior):
+                made = replace(made, without_each=found.without_each)
+            if made.marginal is None:
+                _ = made.samples  # drawn here and now rather than under the caller's autocast
+            return made
+
+    def __call__(self, x: Any = None, **options: Any) -> Prediction:
+        """:meth:`predictive`."""
+        return self.predictive(x, **options)
+
+    def predict_proba(self, x: Any, **options: Any) -> Tensor:
+        """Class probabilities of one batch, ``[N, K]``, a row for each observation; UnsupportedError without classes.
+
+        Arguments as of :meth:`predictive`; of binary outputs the columns are no and yes.
+        """
+        return self.likelihood.class_probabilities(self.predictive(x, **options).mean)
+
+    def predict(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None, **options: Any
+    ) -> Prediction:
+        """One prediction for all batches of a loader, in its order.
+
+        Args:
+            data: Batches as :meth:`fit` takes them, or their inputs alone. Of a tuple of several the last entry is the
+                target, and not looked at.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness. Sampled networks are the same for all batches.
+            **options: As for :meth:`predictive`, without ``joint``.
+
+        Raises:
+            EmptyDataError: No batch came.
+            DataError: One batch in place of a loader, or batches whose outputs differ in shape.
+        """
+        checks.generator(generator)
+        if isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable) or options.get("joint"):
+            what, got = "predict takes a loader, batch by batch.", describe(data)
+            raise DataError(what, got=got, fix="Call posterior(x), for joint predictions with joint=True.")
         device = self.network.device if generator is None else generator.device
-        # The examples of different ranks draw independent labels.
-        return torch.Generator(device).manual_seed((seeds[0] + _GOLDEN * group.rank) % 2**63)
+        seed, found = draw_seed(generator), []
+        for item in progress_bar(data, enabled=progress, description=f"{type(self).__name__}: predict"):
+            if batch_size(inputs := inputs_of(item)):
+                source = torch.Generator(device).manual_seed(seed)
+                found.append(self.predictive(inputs, generator=source, **options))
+        if not found:
+            raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none")
+        return stacked(found)
+
+    other_likelihood: Likelihood | None = None
+    """That of the predictions, where they are of other outputs than the fit's; see ``lp.through``."""
+
+    def check_samples(self, n_samples: int, x: Any) -> None:
+        """Raise unless the number of samples is positive, and there is something to predict."""
+        checks.count("n_samples", n_samples)
+        if not batch_size(x):
+            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
+
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+        """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
+        x = self.network.receive(x)
+        forward_parts(self.network, x)  # as the fit may have seen smaller batches, or none where it was loaded
+        for vectors in self._sampled_chunks(n, generator):
+            yield from self.network.several(x, vectors)
+
+    def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+        """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
+        if not is_sampled(self.network, self.network.receive(x), joint=joint):
+            return None
+        with torch.no_grad():
+            mean, moved = self._pushed(x, generator, n)
+            return mean + moved
+
+    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES) -> tuple[Tensor, Tensor]:
+        """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
+        x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
+        modes = vars(self).setdefault("_ad_modes", ADModes())
+        mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None, ad_modes=modes)
+        return mean + self._mean_shift(x), moved
+
+    def _mean_shift(self, x: Any) -> Tensor | float:
+        """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
+        shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
+        return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
+
+    def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""
+        each = max(1, self.n_parameters * self.network.dtype.itemsize)
+        if n * each <= DRAWN_AT_ONCE:
+            yield self.sample(n, generator=generator)
+            return
+        step = max(1, DRAWN_SINGLY // each)
+        for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
+            yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])
+
+    # -- tuning --------------------------------------------------------------------------------------------------------
 
     @full_precision
     def fit_prior_precision(
@@ -265,13 +607,9 @@ class Posterior(Called):
         self.require_fit()
         options = {"structure": structure, "data": data, "tune_noise": tune_noise, **options}
         chosen = resolve_tuner(type(self).__name__, self.tuners, tuner, options)
-        result = self.run_tuner(chosen, progress=progress, generator=generator)
-        before = dict(vars(self))
-        try:
-            self.apply_tuning(result)
-        except BaseException:
-            self.__dict__ = before
-            raise
+        found, made = self.run_tuner(chosen, progress=progress, generator=generator), copy.copy(self)
+        made.apply_tuning(found)
+        self.__dict__ = vars(made)
         return self
 
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
@@ -292,31 +630,318 @@ class Posterior(Called):
         for name, value in result.settings.items():
             setattr(self, name, value)
 
+    # -- the prior and the noise ---------------------------------------------------------------------------------------
+
+    def prior(self) -> GaussianPrior:
+        """The prior at the current precision."""
+        return GaussianPrior.create(self._prior_precision, self._prior_mean, self._group_index())
+
+    def _group_index(self) -> Tensor:
+        """The prior group of each entry, ``[P]``; the same tensor until the groups change."""
+        return self.network.layer_index() if self._prior_groups is None else self._prior_groups.index
+
+    @property
+    def prior_groups(self) -> Groups:
+        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set.
+
+        Raises:
+            ConfigurationError: Setting groups of other parameters, or of a number that does not fit the precision.
+        """
+        own = self._prior_groups
+        return Groups(LAYERWISE, self.layer_names, self.network.layer_index()) if own is None else own
+
+    @prior_groups.setter
+    def prior_groups(self, groups: Groups) -> None:
+        groups.check_size(self.n_parameters)
+        GaussianPrior.create(self._prior_precision, self._prior_mean, groups.index)
+        self._prior_groups = groups
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Inverse prior variance: 0-d, ``[G]`` (one for each of ``prior_groups``, the layers by default) or ``[P]``."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        precision = self._checked_precision(value)
+        GaussianPrior.create(precision, self._prior_mean, self._group_index())
+        self._prior_precision, self.link, self.covariance_scale = precision, None, 1.0
+
+    def _checked_precision(self, value: float | Tensor) -> Tensor:
+        precision = as_hyperparameter(value, copy=True)  # the caller may go on writing to theirs
+        if self.one_precision and precision.numel() > 1:
+            what = f"One precision scales all entries of a {type(self).__name__}."
+            raise ConfigurationError(what, expected="a single prior precision", got=f"{precision.numel()} of them")
+        return precision
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """Mean of the prior: 0-d or ``[P]``."""
+        return self._prior_mean
+
+    @property
+    def temperature(self) -> Tensor:
+        """Divides the log-likelihood and the curvature."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        self._temperature = positive(value, "temperature")
+
+    @property
+    def noise_std(self) -> Tensor | None:
+        """The Gaussian likelihood's noise level: 0-d or ``[C]``; None for other likelihoods.
+
+        A number that is set after a fit with several levels becomes each of them.
+        """
+        return self.likelihood.noise_std
+
+    @noise_std.setter
+    def noise_std(self, value: float | Tensor) -> None:
+        changed, several = self.likelihood.with_noise(value), self.likelihood.n_noise
+        if self.is_fitted and changed.noise_std is not None and changed.noise_std.ndim == 0 and several > 1:
+            changed = changed.with_noise(changed.noise_std.expand(several))
+        if self.is_fitted and changed.n_noise != several:
+            what = "The curvature was fitted with another number of noise levels."
+            fix = "Fit a posterior with lp.Gaussian(noise_std=...) of that shape."
+            raise ConfigurationError(what, expected=f"{several}", got=f"{changed.n_noise}", fix=fix)
+        self.likelihood, self.noise_per_output = changed, False
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """What the last fit found, a :class:`State`; None before it."""
+        return self._found
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there has been a successful :meth:`fit`."""
+        return self._found is not None
+
+    @property
+    def mean(self) -> Tensor:
+        """The posterior mean ``[P]``; NotFittedError before a fit."""
+        if self._found is None:
+            self.require_fit()
+        return self._found.mean
+
+    @mean.setter
+    def mean(self, vector: Tensor) -> None:
+        self._with(mean=vector)
+
+    @property
+    def n_data(self) -> int:
+        """The number of examples seen; 0 before a fit."""
+        return 0 if self._found is None else self._found.n_data
+
+    @n_data.setter
+    def n_data(self, value: int) -> None:
+        self._with(n_data=value)
+
+    @property
+    def n_outputs(self) -> int:
+        """C, or 0 where the method does not say, and before a fit."""
+        return 0 if self._found is None else self._found.n_outputs
+
+    @n_outputs.setter
+    def n_outputs(self, value: int) -> None:
+        self._with(n_outputs=value)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the selected parameters, in the order of the parameter vector."""
+        return self.network.parameter_names
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the modules that own them, in the order of a layer-wise prior precision."""
+        return self.network.layers
+
+    @property
+    def n_parameters(self) -> int:
+        """P, the number of selected entries."""
+        return self.network.n_parameters
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether the selection is ``"last_layer"``."""
+        return isinstance(self.network.selection, str) and self.network.selection == "last_layer"
+
     def summary(self) -> Summary:
         """Which parameter is treated how; NotFittedError: before :meth:`fit`."""
         self.require_fit()
         rows = tuple((item.name, item.size, item.layer, type(self).__name__) for item in self.network.selected)
-        return Summary(repr(self), rows, self.describe_groups())
+        return Summary(repr(self), rows, self._groups_in_words())
 
-    def batches(self, data: Iterable[Any], *, progress: bool = False, description: str = "") -> Iterator[Batch]:
-        """A loader's batches on the network's device; EmptyDataError for none, unless other ranks may have any."""
-        random_state = torch.cuda.get_rng_state if self.network.device.type == "cuda" else torch.get_rng_state
-        try:
-            for batch in iterate(data, device=self.network.device, progress=progress, description=description):
-                yield batch
-                if self._example is None:
-                    size, before = len(batch.target), random_state()
-                    self._example = cut(batch.inputs, [0, size - 1]) if can_be_cut(batch.inputs, size) else batch.inputs
-                    look = partial(self.network.raw_each, self._example, [{}])
-                    with torch.no_grad():
-                        found = [*(tried(look)[0] or ()), *(tried(look)[0] or ())]
-                    same = found and torch.equal(*map(output_tensor, found)) and torch.equal(before, random_state())
-                    if not same:  # or a network for batches of one size
-                        check_deterministic(self.network, batch.inputs)
-        except EmptyDataError:
-            if self.group is None:
-                raise
+    def _groups_in_words(self) -> str:
+        groups, precision = self._prior_groups, self._prior_precision
+        if groups is None:
+            return ""
+        names = [name or "(root)" for name in groups.names]
+        if precision.ndim == 0 or len(precision) != len(names):
+            return f"prior groups {groups.name}: {', '.join(names)}"
+        each = [f"{name} {value:.3g}" for name, value in zip(names, precision.tolist(), strict=True)]
+        return f"prior precisions of {groups.name}: {', '.join(each)}"
 
     def __repr__(self) -> str:
         state = f"fitted to {self.n_data} examples" if self.is_fitted else "not fitted"
         return f"{type(self).__name__}({self.likelihood!r}, P={self.n_parameters:,}, {state})"
+
+    def require_fit(self, *, thorough: bool = False) -> None:
+        """Look whether there is a fit that still holds.
+
+        Raises:
+            NotFittedError: There is none.
+            ModelChangedError: The network's weights, modules or their options are no longer those of the fit.
+        """
+        if self._found is None:
+            what = f"This {type(self).__name__} has not been fitted."
+            raise NotFittedError(what, expected="fit(loader) first", got="no data so far")
+        now = self.network.mark()
+        if now is not self._mark and now != self._mark:
+            what = "The network is no longer the one that the posterior was fitted on."
+            fix = "Call fit() again after training, or give the posterior a copy of the model."
+            expected = "the weights and buffers at the time of fit()"
+            raise ModelChangedError(what, expected=expected, got=_changed(self._mark, now), fix=fix)
+
+    def zero_curvature(self) -> SelectionError:
+        """The error where the data say nothing at all about the selected parameters."""
+        names = self.parameter_names
+        what = f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}."
+        expected = "parameters that the outputs depend on, and some target that is not ignored"
+        got = f"{len(names)} parameters without influence on the likelihood of the data"
+        fix = "Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
+        fix += "never active, detached or rounded outputs, and logits so large that each probability is exactly 0 or 1."
+        return SelectionError(what, expected=expected, got=got, fix=fix)
+
+    # -- saving, moving, copying ---------------------------------------------------------------------------------------
+
+    @full_precision
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the posterior to a file: safetensors, with JSON in its metadata; nothing is pickled.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            CheckpointError: Something else is at ``path``.
+            ConfigurationError: An option or a part of the state that cannot be stored.
+        """
+        save(self, path)
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Self:
+        """Follow the model to a device: after ``model.to(device)``, which the posterior does not do itself.
+
+        Raises:
+            ConfigurationError: The model is on another device, or its weights are of another type. A posterior of
+                another type is another posterior: fit it to ``model.to(dtype)``.
+        """
+        device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
+        own = self.network.device
+        there = own if device is None else torch.empty(0, device=device).device
+        if dtype not in (None, self.network.dtype):
+            fix, expected = f"Call model.to({dtype}), and fit again.", str(self.network.dtype)
+            raise ConfigurationError("A posterior is of its model's type.", expected=expected, got=str(dtype), fix=fix)
+        if there != own:
+            fix = f'Call model.to("{there}") first.'
+            raise ConfigurationError("A posterior is where its model is.", expected=str(own), got=str(there), fix=fix)
+        if self.is_fitted and self.mean.device != own:
+            tensors: dict[str, Tensor] = {}
+            tree = encode(self._found, tensors, "state")
+            self._set_state(decode(tree, tensors, own))
+        return self
+
+    def __copy__(self) -> Self:
+        result = object.__new__(type(self))
+        for name, own in vars(self).items():
+            vars(result)[name] = copy.copy(own) if isinstance(own, Posterior) else own
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are without training data and caches, and know whether the fit still holds."""
+        kept = vars(self) | dict.fromkeys(self.data_attributes) | {"training_data": TrainingData()}
+        for name, own in kept.items():
+            if name.endswith("_cache"):
+                kept[name] = None
+            elif isinstance(own, Tensor) and own.grad_fn is not None:  # torch copies leaves only
+                kept[name] = own.detach()
+        holds = self._mark is not None and self.network.mark() == self._mark
+        return kept | {"_mark": "holds" if holds else None}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        if self._mark is not None:
+            self._mark = self.network.mark()
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that intermediate results may take."""
+        return self._memory_budget
+
+    @memory_budget.setter
+    def memory_budget(self, value: int | str | None) -> None:
+        self._memory_budget = None if value is None else parse_bytes(value)
+
+    data_attributes: tuple[str, ...] = ()
+
+    # -- what classes without a state need until they have one ---------------------------------------------------------
+
+    @property
+    def _vector(self) -> Any:
+        return None if self._found is None else self._found.mean
+
+    @_vector.setter
+    def _vector(self, vector: Any) -> None:
+        self.mean = vector
+
+    def _with(self, **parts: Any) -> None:
+        own = State(None, 0, 0) if self._found is None else self._found  # type: ignore[arg-type]
+        self._found = replace(own, **parts)
+
+    def _earlier_state(self) -> Any:
+        if self._vector is None:
+            self._with(mean=self.network.vector())
+        return self._found
+
+    def check_draws(self, **numbers: int) -> None:
+        """Raise for numbers that are not positive."""
+        for name, n in numbers.items():
+            checks.count(name, n)
+
+    def require_vectors(self, n: int, what: str) -> None:
+        """Accepted, and gone as soon as no class asks."""
+        _ = n, what
+
+    def share_hyperparameters(self, other: Posterior) -> None:
+        """Take over another posterior's prior, temperature and likelihood, and its network."""
+        self.network, self.model, self.likelihood = other.network, other.model, other.likelihood
+        self._prior_precision, self._prior_mean = other._prior_precision, other._prior_mean
+        self._temperature, self._prior_groups = other._temperature, other._prior_groups
+
+    def hyperparameter_digests(self) -> dict[str, str]:
+        """Each hyperparameter as a short text."""
+        noise = self.noise_std
+        own = {"prior_precision": self.prior_precision, "prior_mean": self._prior_mean, "temperature": self.temperature}
+        return {name: digest(value) for name, value in own.items()} | {
+            "noise_std": "none" if noise is None else digest(noise)
+        }
+
+    def remember_weights(self) -> None:
+        """Take the network's present weights for those of the fit."""
+        self._mark = self.network.mark()
+
+
+Posterior.__init__ = _recording(Posterior.__init__)  # type: ignore[method-assign]
+
+
+def positive(value: float | Tensor, name: str) -> Tensor:
+    """A positive number as a tensor; :class:`ConfigurationError` for anything else."""
+    tensor = as_hyperparameter(value, copy=True)
+    if tensor.ndim or not 0 < float(tensor.detach()) < torch.inf:
+        raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
+    return tensor
+
+
+def _changed(before: Any, now: Any) -> str:
+    """The first tensor that two marks of a network tell apart."""
+    names = [old[0] for old, new in zip(before or [], now, strict=False) if old != new and type(old) is tuple]
+    return f"another {names[0]}" if names else "other modules, options or tensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import is_
 from typing import Any, ClassVar, Literal
@@ -15,36 +15,24 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
-from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
     DataError,
+    EmptyDataError,
     LaplacePlusError,
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.likelihoods.base import describe, doubt_logits
 from laplace_plus.network.batches import to_device
 from laplace_plus.network.selection import tied_names
-from laplace_plus.posteriors.configuration import Summary, full_precision
-from laplace_plus.posteriors.configuration import check_positive as positive
-from laplace_plus.posteriors.moments import Moments
-from laplace_plus.posteriors.storing import curvature_state, restored_curvature
-from laplace_plus.posteriors.sums import (
-    FitSums,
-    LostSums,
-    corrected_eigenvalues,
-    diagonalise_over_ranks,
-    owned_sums,
-    require_owners,
-    sum_over_ranks,
-)
+from laplace_plus.posteriors.base import Posterior, Summary, full_precision, positive
+from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments
 from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
 from laplace_plus.predictive.outputs import Outputs, pick
-from laplace_plus.structured import Factor
+from laplace_plus.structured import Factor, KroneckerBlock
 from laplace_plus.structured.sampling import add_draws_
 from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner
 from laplace_plus.tuning.laplace import LaplaceModel
@@ -59,109 +47,104 @@ dense curvature, cubed sides of Kronecker factors. Tuning three layers of 512 un
 NEARLY = 0.9
 """Share of the parameters that are effective from which :meth:`GaussianPosterior.summary` says so."""
 
+Reduce = Callable[[Any, Callable[[Any, Any], Any]], Any]
 
-class GaussianPosterior(Moments):
+
+class GaussianPosterior(Posterior):
     """A Gaussian whose precision is a structured curvature plus the prior precision.
 
     A subclass only sets :attr:`structure`; evidence, tuning, sampling and the linearised predictive come with it.
-    """
 
-    over_ranks = True
+    Attributes:
+        earlier: The state of earlier tasks' data, to which :meth:`fit` adds; see ``lp.continue_on``.
+    """
 
     structure: Structure
     """The structure that this posterior asks a backend for."""
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = GAUSSIAN_TUNERS
 
-    _sums: FitSums | None = None
+    earlier: Any = None
+
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
     _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     def fit_batches(
-        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
-    ) -> None:
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        before: GaussianState | None = None,
+        reduce: Reduce | None = None,
+    ) -> GaussianState:
         """Add up the curvature and the likelihood's statistics over the data."""
-        structure = self.structure
+        structure, options = self.structure, {"progress": progress, "generator": generator, "reduce": reduce}
         self.backend.check(structure, self.likelihood)
         corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
-        before = self.sums if update else self.earlier
-        if before is not None:
-            require_owners(self.group, owned_sums(before.curvature))
-        sums, seen = self._total(data, before, progress=progress, generator=generator)
-        if before is not None:
-            sums = before.plus(sums)
+        earlier = before or self.earlier
+        state, seen = self._sums(data, earlier, **options)
+        if earlier is not None:
+            state = earlier.plus(state)
         elif corrected:
             weights = self.backend.component_weights(self.likelihood)
-            sums = replace(sums, curvature=sums.curvature.corrected(weights))
+            state = replace(state, curvature=state.curvature.corrected(weights))
         if corrected:
-            self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
-        may_be_zero = True
-        for layout, block in sums.curvature.blocks:
-            totals = []
-            for part in block.parts():
-                totals.append(float(part.sum()))
-                if math.isfinite(totals[-1]):  # NaNs and infinities reach the sum
-                    continue
-                what = f"The curvature of {', '.join(layout.names)} is not finite."
-                expected = "finite activations and gradients"
-                fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
-                raise NonFiniteError(what, expected=expected, got="NaN or Inf", fix=fix)
-            may_be_zero = may_be_zero and 0 in totals
-        if self.group is not None:
-            diagonalise_over_ranks(self.group, sums.curvature, self._component_weights())
-        if may_be_zero and all(block.is_zero() for _, block in sums.curvature):
-            raise self.zero_curvature()
-        self.adopt(sums, self.network.vector())
+            self._correct(data, state.curvature, seen, **options)
+        self._require_curvature(state.curvature)
+        return state
 
-    def _total(
+    def _sums(
         self,
         data: Iterable[Any],
-        before: FitSums | None,
+        earlier: GaussianState | None,
         *,
         progress: bool,
         generator: torch.Generator | None,
+        reduce: Reduce | None = None,
         accumulate: Callable[..., tuple[Curvature, Tensor]] | None = None,
-    ) -> tuple[FitSums, int]:
-        """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this rank.
+    ) -> tuple[GaussianState, int]:
+        """The sums over these data of all ranks, and the number of examples of this one.
 
         ``accumulate`` takes the place of the backend's.
         """
-        sums: FitSums | None = None
-        doubt, separate = 0.0, accumulate is None and before is None
-        accumulate = self.backend.accumulate if accumulate is None else accumulate
-        batches = self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature")
-        for batch in batches:
-            if separate and sums is None and self.noise_per_output and getattr(batch.target, "ndim", 1) > 1:
-                self._separate_noise(self.network.forward(batch.inputs).shape[-1])
-            total = None if sums is None else sums.curvature
-            curvature, outputs = accumulate(
-                total, self.network, self.likelihood, batch, self.structure, generator=generator
-            )
-            statistics = self.likelihood.statistics(outputs, batch.target).cpu()
-            in_range = doubt > -math.inf and outputs.min() >= 0 and outputs.max() <= 1
-            doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target) if in_range else -math.inf
-            n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
-            if sums is not None:
-                if sums.n_outputs != n_outputs:
-                    what = "The number of outputs changes from batch to batch."
-                    fix = "Let the loader yield inputs of one kind."
-                    raise DataError(what, expected=f"{sums.n_outputs} outputs", got=f"{n_outputs}", fix=fix)
-                statistics, n_data = sums.statistics + statistics, sums.n_data + n_data
-            sums = FitSums(curvature, statistics, n_data, n_outputs)
+        curvature: Curvature | None = None
+        statistics, n_data, n_outputs, doubt = torch.zeros(()), 0, 0, 0.0
+        separate = accumulate is None and earlier is None and self.noise_per_output
+        add = self.backend.accumulate if accumulate is None else accumulate
+        with suppress(EmptyDataError) if reduce is not None else nullcontext():
+            for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
+                if separate and curvature is None and getattr(batch.target, "ndim", 1) > 1:
+                    self._separate_noise(self.network.forward(batch.inputs).shape[-1])
+                curvature, outputs = add(
+                    curvature, self.network, self.likelihood, batch, self.structure, generator=generator
+                )
+                if n_outputs not in (0, outputs.shape[-1]):
+                    what, fix = "The number of outputs changes from batch to batch.", "Feed inputs of one kind."
+                    raise DataError(what, expected=f"{n_outputs} outputs", got=f"{outputs.shape[-1]}", fix=fix)
+                statistics = statistics + self.likelihood.statistics(outputs, batch.target).cpu()
+                n_data, n_outputs = n_data + len(outputs), outputs.shape[-1]
+                possible = doubt > -math.inf and outputs.min() >= 0 and outputs.max() <= 1
+                doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target) if possible else -math.inf
         if doubt > 0:
             doubt_logits(self.likelihood, doubt)
-        seen = 0 if sums is None else sums.n_data
-        if self.group is not None:
-            result = sum_over_ranks(self.group, sums, self.network, None if before is None else before.curvature)
-            if separate:  # a rank without data
-                self._separate_noise(result.n_outputs)
-            return result, seen
-        assert sums is not None
-        return sums, seen
+        own = None
+        if curvature is not None:
+            own = GaussianState(self.network.vector(), n_data, n_outputs, curvature, statistics)
+        if reduce is None:
+            assert own is not None
+            return own, n_data
+        layers = reduce(None if own is None else list(self.network.layers), lambda mine, theirs: mine)
+        if list(self.network.layers) != layers:  # a rank without data does not know which layer is the last
+            self.network.select_last_layer(layers[0])
+        total = reduce(own, GaussianState.plus)
+        if separate:
+            self._separate_noise(total.n_outputs)
+        return total, n_data
 
     def _separate_noise(self, n_outputs: int) -> None:
         """Give several outputs a noise level each, where ``noise_per_output`` asks for it and it is affordable."""
@@ -175,81 +158,80 @@ class GaussianPosterior(Moments):
             cost = sum(shape[0] ** 3 + shape[1:].numel() ** 3 for shape in shapes)
         if 1 < n_outputs <= MANY_LEVELS and cost <= LEVEL_COSTS.get(self.structure.name, 0):
             likelihood = likelihood.with_noise(likelihood.noise_std.expand(n_outputs))
-            try:
+            with suppress(UnsupportedError):  # the backend cannot tell outputs apart
                 self.backend.check(self.structure, likelihood)
-            except UnsupportedError:  # the backend cannot tell outputs apart
-                return
-            self.likelihood = likelihood
+                self.likelihood = likelihood
 
     def _correct(
-        self, data: Iterable[Any], curvature: Curvature, seen: int, *, progress: bool, generator: torch.Generator | None
+        self,
+        data: Iterable[Any],
+        curvature: Curvature,
+        seen: int,
+        *,
+        progress: bool,
+        generator: torch.Generator | None,
+        reduce: Reduce | None = None,
     ) -> None:
         """Add the data to the corrected eigenvalues, in place."""
-        group = self.group
-        if group is not None:
-            diagonalise_over_ranks(group, curvature, self._component_weights())
-            if group.rank > 0:  # what was there before counts once
-                for values in corrected_eigenvalues(curvature):
-                    values.zero_()
-        name = f"{type(self).__name__}: eigenvalues"
-        batches = self.batches(data, progress=progress, description=name) if seen else iter(())
-        again = torch.zeros((), dtype=torch.long)
-        for batch in batches:
+        values = [b.corrected for _, b in curvature if isinstance(b, KroneckerBlock) and b.corrected is not None]
+        before = [own.clone() for own in values]
+        for own in values if reduce is not None else ():
+            own.zero_()
+        again, name = 0, f"{type(self).__name__}: eigenvalues"
+        for batch in self.batches(data, progress=progress, description=name) if seen else ():
             again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
         if again != seen:
-            what = "The data changed from one pass to the other."
-            fix = "Pass a loader that yields the same data each time."
-            raise DataError(what, expected=f"{seen} examples again", got=f"{int(again)}", fix=fix)
-        if group is not None:
-            sum_(group, corrected_eigenvalues(curvature))
+            what, fix = "The data changed from one pass to the other.", "Pass a loader that yields the same data."
+            raise DataError(what, expected=f"{seen} examples again", got=f"{again}", fix=fix)
+        if reduce is not None:
+            added = reduce(values, lambda mine, theirs: [a + b for a, b in zip(mine, theirs, strict=True)])
+            for own, old, new in zip(values, before, added, strict=True):
+                own.copy_(old + new)
+
+    def _require_curvature(self, curvature: Curvature) -> None:
+        """Raise NonFiniteError for NaN or Inf in a curvature, SelectionError if all of it is zero."""
+        may_be_zero = True
+        for layout, block in curvature.blocks:
+            totals = [float(part.sum()) for part in block.parts()]  # which NaNs and infinities reach
+            if not all(map(math.isfinite, totals)):
+                what = f"The curvature of {', '.join(layout.names)} is not finite."
+                fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
+                raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
+            may_be_zero = may_be_zero and 0 in totals
+        if may_be_zero and all(block.is_zero() for _, block in curvature):
+            raise self.zero_curvature()
 
     @override
-    def owned_sums(self) -> list[OwnedSum]:
-        return [] if self._sums is None else owned_sums(self._sums.curvature)
-
-    def _component_weights(self) -> Tensor:
-        """The weights ``[K]`` at which the curvature is decomposed first."""
-        return (self.backend.component_weights(self.likelihood) / self._temperature.detach()).to(self.network.vector())
-
-    def adopt(self, sums: FitSums, mean: Tensor) -> None:
-        """Make sums and a mean those of this posterior; ConfigurationError for a prior of another shape."""
-        if self._prior_groups is not None and len(self._prior_groups.index) != len(mean):  # of another subnetwork
+    def _set_state(self, state: GaussianState) -> None:
+        """Make sums those of this posterior; ConfigurationError for a prior of another shape."""
+        if self._prior_groups is not None and len(self._prior_groups.index) != len(state.mean):  # of a subnetwork
             self._prior_groups = None
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             self.prior()  # refuses a prior of another shape
-        self._sums, self._vector, self._factor_cache, self.tangent_mean = sums, mean, None, None
-        self.link, self.covariance_scale = None, 1.0
+        super()._set_state(state)
+        self._factor_cache = self.tangent_mean = self.link = None
+        self.covariance_scale = 1.0
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
-        self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
-    @property
-    def sums(self) -> FitSums:
-        """The curvature and statistics of the fit; :class:`NotFittedError` before it."""
-        if self._sums is None:
-            self.require_fit()
-        assert self._sums is not None
-        return self._sums
-
-    @override
     def laplace_model(self, *, moved: bool = False) -> LaplaceModel:
-        if not moved or self._sums is None:
+        """What the evidence is a function of, apart from the hyperparameters; ``moved`` networks are not refused."""
+        if not moved or self._found is None:
             self.require_fit()
-        sums, mean, prior_mean = self._sums, self._vector, self._prior_mean
-        assert sums is not None and mean is not None
+        state, prior_mean = self._found, self._prior_mean
         # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
-        key = (sums, mean, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
+        key = (state, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
         if self._model_cache is None or not all(map(is_, self._model_cache[0], key)):
             model = LaplaceModel(
-                curvature=sums.curvature,
-                vector=mean,
+                curvature=state.curvature,
+                vector=state.mean,
                 prior_mean=prior_mean,
                 layer_index=self._group_index(),
                 likelihood=self.likelihood,
-                statistics=sums.statistics,
+                statistics=state.statistics,
                 backend=self.backend,
-                n_outputs=sums.n_outputs,
-                travelled=sums.travelled,
+                n_outputs=state.n_outputs,
+                travelled=state.travelled,
             )
             self._model_cache = (key, model)
         return self._model_cache[1]
@@ -288,7 +270,6 @@ class GaussianPosterior(Moments):
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
-    @override
     def factors(self) -> dict[str, Factor]:
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
         precision, temperature, scale = self._prior_precision, self._temperature, self.covariance_scale
@@ -304,7 +285,7 @@ class GaussianPosterior(Moments):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        self.check_draws(n=n)
+        checks.count("n", n)
         model, factors = self.laplace_model(), self.factors()
         result = model.vector.expand(n, -1).clone()
         for key, placement in model.parameter_slices.items():
@@ -335,7 +316,6 @@ class GaussianPosterior(Moments):
             # Third derivatives of torch's fused normalisations are wrong.
             what = "Predictions around the tangent model's optimum pass no gradients to x."
             raise UnsupportedError(what, expected='posterior.predictive_mean = "network"', got='"tangent"')
-        assert self._sums is not None
         x = to_device(x, self.network.device)
         found = functional_posteriors(
             self.network,
@@ -345,7 +325,7 @@ class GaussianPosterior(Moments):
             outputs=outputs,
             differentiable=differentiable,
             expected_outputs=self.n_outputs or None,
-            layouts=next(zip(*self._sums.curvature.blocks, strict=True)),
+            layouts=next(zip(*self._found.curvature.blocks, strict=True)),
         )[0]
         if self.tangent_mean is None:
             return found
@@ -377,7 +357,7 @@ class GaussianPosterior(Moments):
     @override
     def summary(self) -> Summary:
         self.require_fit()
-        curvature = self.sums.curvature
+        curvature = self.laplace_model().curvature
         treatment: dict[str, list[str]] = {}
         for layout, block in curvature:
             groups = f"{layout.shape[0]} × " if layout.shape[0] > 1 else ""
@@ -400,33 +380,69 @@ class GaussianPosterior(Moments):
             title += (
                 ": nearly all, so that a larger network may fit better" if effective > NEARLY * len(self.mean) else ""
             )
-        return Summary(title, tuple(rows), self.describe_groups())
+        return Summary(title, tuple(rows), self._groups_in_words())
 
-    # -- storage -------------------------------------------------------------------------------------------------------
+    # -- the Gaussian over weights -------------------------------------------------------------------------------------
 
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        sums = self.sums
-        blocks, tensors = curvature_state(sums.curvature)
-        tensors |= {"statistics": sums.statistics, "vector": self.mean}
-        optional = {"tangent_mean": self.tangent_mean, "travelled": sums.travelled}
-        tensors |= {name: own for name, own in optional.items() if own is not None}
-        header = {"blocks": blocks, "link": self.link, "covariance_scale": self.covariance_scale}
-        return {**header, "continued": self.earlier is not None}, tensors
+    @full_precision
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """Log-density of weights under the posterior, ``log N(θ; θ̂, Σ)``, in nats; differentiable in θ.
 
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        curvature = restored_curvature(header["blocks"], tensors)
-        if {name for layout, _ in curvature for name in layout.names} != {*self.parameter_names}:
-            raise CheckpointError("The blocks are of other parameters.", expected=", ".join(self.parameter_names))
-        if any(block.n_components != self.likelihood.n_noise for _, block in curvature):
-            raise CheckpointError("The blocks have another number of parts.", expected=f"{self.likelihood.n_noise}")
-        self.likelihood.log_likelihood(tensors["statistics"])  # fails for those of another kind
-        statistics, travelled = tensors["statistics"].cpu(), tensors.get("travelled")
-        travelled = travelled if travelled is None else travelled.view_as(tensors["vector"])
-        sums = FitSums(curvature, statistics, self.n_data, self.n_outputs, travelled)
-        self.earlier = LostSums() if header.get("continued") else None
-        self.adopt(sums, tensors["vector"])
-        self.tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
-        checks.positive("covariance_scale", header.get("covariance_scale", 1.0))
-        self.covariance_scale = float(header.get("covariance_scale", 1.0))
+        Args:
+            theta: ``[P]`` or ``[n, P]``, in ``parameter_names`` order, as :meth:`sample` gives them.
+
+        Returns:
+            0-d or ``[n]``, float64; NaN for weights that are not finite.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: Vectors of another length.
+        """
+        model = self.laplace_model()
+        vectors = theta if isinstance(theta, Tensor) and theta.ndim == 2 else [theta]  # noqa: PLR2004
+        if any(not isinstance(one, Tensor) or one.shape != self.mean.shape for one in vectors):
+            expected, got = f"[{self.n_parameters}] or [n, {self.n_parameters}]", describe(theta)
+            raise ConfigurationError("These are no vectors of parameters.", expected=expected, got=got)
+        squares = model.squared_distance(theta.view(-1, self.n_parameters), self._prior_precision, self._temperature)
+        determinant = sum(factor.log_determinant() for factor in self.factors().values())
+        found = (determinant - self.n_parameters * math.log(2 * math.pi) - squares / self.covariance_scale) / 2
+        return found if theta.ndim == 2 else found[0]  # noqa: PLR2004
+
+    @full_precision
+    def effective_dimension(self) -> Tensor:
+        """The number of parameters that the data determine, ``γ = Σ λ/(λ + α)``, between 0 and P (MacKay, 1992).
+
+        λ are the eigenvalues of ``H/T``; in general ``γ = P − tr((H/T + P₀)⁻¹ P₀)``. At the evidence's optimum in one
+        α, ``α ‖θ̂ − μ₀‖² = γ``.
+
+        Returns:
+            0-d float64, for which the covariance's scale does not count.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        return self.laplace_model().effective_dimension(self._prior_precision, self._temperature)
+
+    @full_precision
+    def variance(self) -> Tensor:
+        """Posterior variance of each parameter entry, ``[P]``."""
+        return self.laplace_model().variances(self.factors())
+
+    @full_precision
+    def precision_matrix(self) -> Tensor:
+        """The posterior precision ``(H/T + P₀) / s`` written out, ``[P, P]``; only for small P."""
+        model = self.laplace_model()
+        weights = (model.weights() / self._temperature.to(model.vector.device)).to(model.vector)
+        precision = model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
+        return precision / self.covariance_scale
+
+    @full_precision
+    def covariance_matrix(self) -> Tensor:
+        """The posterior covariance written out, ``[P, P]``; only for small P."""
+        total = torch.zeros(self.n_parameters, self.n_parameters, dtype=self.mean.dtype, device=self.mean.device)
+        factors = self.factors()
+        for layout, _ in self.laplace_model().curvature:
+            for group, matrix in enumerate(factors[layout.key].covariance()):
+                place = layout.index[group].flatten().to(total.device)
+                total[place[:, None], place] = matrix
+        return total

@@ -8,10 +8,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Backend, KroneckerStructure
+from laplace_plus.curvature import KroneckerStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.structured import KroneckerBlock
 
@@ -47,7 +45,7 @@ class KFAC(GaussianPosterior):
             numbers, and no d × d matrix is formed. Thin singular value decompositions follow the data, so that results
             depend a little on batches. What is left out, see :attr:`discarded_trace`, keeps the prior: variances are
             larger than those of whole factors, and so is the evidence, whose ``log det`` lacks terms.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
+        **common: As for :class:`Posterior`: parameters, prior_precision, prior_mean, temperature, backend.
 
     Raises:
         ConfigurationError: An unknown ``weight_sharing`` or ``output_factor``, or a diagonal output factor or a
@@ -73,12 +71,7 @@ class KFAC(GaussianPosterior):
         dense_limit: int = 512,
         output_factor: Literal["auto", "dense", "diagonal"] = "auto",
         factor_rank: int | None = None,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
         checks.choice("weight_sharing", weight_sharing, ("expand", "reduce"))
         checks.choice("output_factor", output_factor, ("auto", "dense", "diagonal"))
@@ -90,14 +83,14 @@ class KFAC(GaussianPosterior):
             )
         checks.count("dense_limit", dense_limit, 0)
         if factor_rank is not None:
-            checks.count("factor_rank", factor_rank, 1)
+            checks.count("factor_rank", factor_rank)
             if eigenvalue_corrected:
                 what, got = "Eigenvalues are corrected in the basis of whole factors.", f"factor_rank={factor_rank}"
                 raise ConfigurationError(what, expected="factor_rank=None with eigenvalue_corrected=True", got=got)
         self.structure = KroneckerStructure(
             weight_sharing, eigenvalue_corrected, dense_limit, output_factor, factor_rank
         )
-        super().__init__(model, likelihood, **common_arguments(locals()))
+        super().__init__(model, likelihood, **common)
 
     @override
     def _checked_precision(self, value: float | Tensor) -> Tensor:
@@ -117,12 +110,7 @@ class KFAC(GaussianPosterior):
         """The share of the curvature's trace that ``factor_rank`` left out, at unit noise, by parameter name."""
         return {
             name: block.discarded_trace
-            for layout, block in self.sums.curvature
+            for layout, block in self.laplace_model().curvature
             if isinstance(block, KroneckerBlock)
             for name in layout.names
         }
-
-    @override
-    def options(self) -> dict[str, Any]:
-        names = ("weight_sharing", "eigenvalue_corrected", "dense_limit", "output_factor", "factor_rank")
-        return {name: getattr(self.structure, name) for name in names}

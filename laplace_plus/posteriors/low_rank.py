@@ -7,9 +7,8 @@ quadrature on the orthogonal complement (Ubaru et al., 2017), once for every pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +16,19 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks, kernels
-from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structure, curvature_operator
-from laplace_plus.distributed import SummedOperator
+from laplace_plus.curvature import Curvature, LowRankStructure, Structure, curvature_operator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import forward_parts, whole_layout
 from laplace_plus.network.network import Network
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
-from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.sums import FitSums, sum_over_ranks
+from laplace_plus.posteriors.base import full_precision
+from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
+from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
 
@@ -55,7 +53,7 @@ class LowRank(GaussianPosterior):
         remainder_probes: Number of random vectors that estimate the correction of the evidence's determinant for what
             the pairs leave out; 0 for the evidence of the low-rank curvature alone.
         remainder_depth: Lanczos steps for each of them: passes over the data.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
+        **common: As for :class:`Posterior`: parameters, prior_precision, prior_mean, temperature, backend.
 
     Raises:
         ConfigurationError: An option out of range, besides what :class:`Posterior` raises.
@@ -82,12 +80,7 @@ class LowRank(GaussianPosterior):
         max_restarts: int = 50,
         remainder_probes: int = 8,
         remainder_depth: int = 10,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
         checks.count("rank", rank)
         checks.count("max_restarts", max_restarts)
@@ -101,13 +94,7 @@ class LowRank(GaussianPosterior):
             )
         self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
         self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
-        super().__init__(model, likelihood, **common_arguments(locals()))
-        self.check_draws(rank=min(rank, self.n_parameters))
-
-    @override
-    def options(self) -> dict[str, Any]:
-        names = ("rank", "tolerance", "max_restarts", "remainder_probes", "remainder_depth")
-        return {name: getattr(self, name) for name in names}
+        super().__init__(model, likelihood, **common)
 
     @full_precision
     def remainder(self) -> Estimate:
@@ -136,41 +123,33 @@ class LowRank(GaussianPosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def _total(
+    def _sums(
         self,
         data: Iterable[Any],
-        before: FitSums | None,
+        earlier: GaussianState | None,
         *,
         progress: bool,
         generator: torch.Generator | None,
-        accumulate: Callable[..., tuple[Curvature, Tensor]] | None = None,
-    ) -> tuple[FitSums, int]:
+        reduce: Reduce | None = None,
+        accumulate: Any = None,
+    ) -> tuple[GaussianState, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         if self.likelihood.n_noise > 1:
             what = "Eigenpairs of a curvature with several noise levels hold for those levels only."
             fix = "Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC."
             raise UnsupportedError(what, expected="one noise level", got=f"{self.likelihood.n_noise}", fix=fix)
-        group, network = self.group, self.network
-        subspace = min(network.n_parameters, max(2 * self.rank + 1, self.rank + 20))
-        self.require_vectors(subspace + 9, f"the search for {self.rank} eigenpairs")
-        sums, seen = super()._total(data, None, progress=progress, generator=generator, accumulate=_outputs_alone)
-        options: dict[str, Any] = {"generator": generator, "progress": progress}
-        make = partial(curvature_operator, self.backend, network, self.likelihood, data, **options)
+        options: dict[str, Any] = {"progress": progress, "generator": generator}
+        state, seen = super()._sums(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
+        own = curvature_operator(self.backend, self.network, self.likelihood, data, **options) if seen else None
         with torch.no_grad():
-            if group is None:
-                return replace(sums, curvature=self._pairs(make, generator)), seen
-            # Rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others.
-            size, found, operator = network.n_parameters, None, make() if seen else None
-            summed = SummedOperator(group, operator, size, dtype=network.dtype, device=network.device)
-            if group.rank == 0:
-                found = replace(sums, curvature=self._pairs(lambda: summed, generator))
-                summed.finish()
-            else:
-                summed.serve()
-            return sum_over_ranks(group, found, network), seen
-
-    def _pairs(self, make: Callable[[], Operator], generator: torch.Generator | None) -> Curvature:
-        return Curvature([(whole_layout(self.network), self._block(make(), generator))])
+            if reduce is None:
+                assert own is not None
+                block = self._block(own, generator)
+            else:  # all ranks look for the eigenpairs of the sum, and take those of the first
+                seed = reduce(draw_seed(generator), lambda mine, theirs: mine)
+                summed = _OverRanks(own, reduce, state.mean)
+                block = reduce(self._block(summed, torch.Generator().manual_seed(seed)), lambda mine, theirs: mine)
+        return replace(state, curvature=Curvature([(whole_layout(self.network), block)])), seen
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters
@@ -206,6 +185,20 @@ class LowRank(GaussianPosterior):
         rest = lanczos(lambda z: project(operator(project(z))), project(probes), depth, check_symmetry=False)
         floor = rounding * float(values.amax()) if len(values) else 0.0
         return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))
+
+
+class _OverRanks(Operator):
+    """The sum of the ranks' symmetric operators; None where a rank has no data."""
+
+    symmetric = True
+
+    def __init__(self, own: Operator | None, reduce: Reduce, like: Tensor):
+        self.own, self.reduce = own, reduce
+        self.shape, self.dtype, self.device = (len(like), len(like)), like.dtype, like.device
+
+    @override
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return self.reduce(torch.zeros_like(vectors) if self.own is None else self.own(vectors), torch.add)
 
 
 def _outputs_alone(

@@ -64,7 +64,7 @@ class SampleBased(Posterior):
         )
 
     @override
-    def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+    def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         x = self.network.receive(x)
         if not is_sampled(self.network, x, joint=joint):
             return None

@@ -1,126 +1,214 @@
-"""Saving: the arguments, prior and state of a posterior, and checkpoints of unfinished fits."""
+"""Saving a posterior to a file, and loading it onto its network."""
 
 from __future__ import annotations
 
-import copy
+import os
 from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from laplace_plus import io
-from laplace_plus.curvature import Curvature, backend_class
-from laplace_plus.distributed import Distributed, OwnedSum, gathered, resolve_group
+from laplace_plus.curvature import Curvature, backend_class, backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError
-from laplace_plus.posteriors.configuration import Configured, full_precision
-from laplace_plus.posteriors.probing import probe
-from laplace_plus.posteriors.registry import name_of
-from laplace_plus.posteriors.training_data import TrainingData
+from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
+from laplace_plus.network.network import unwrap
+from laplace_plus.network.selection import uses
+from laplace_plus.persistence import decode, encode, fingerprint, read, read_folder, require_same_weights, write
+from laplace_plus.posteriors.registry import get_posterior, name_of
+from laplace_plus.posteriors.state import GaussianState
+from laplace_plus.priors import Groups
 from laplace_plus.structured.blocks import block_from_tensors
 from laplace_plus.structured.layout import Layout
 
+if TYPE_CHECKING:
+    from laplace_plus.posteriors.base import Posterior
 
-class Stored(Configured):
-    """How a posterior is saved, copied and pickled."""
+HYPERPARAMETERS = ("_prior_groups", "_prior_precision", "link", "covariance_scale", "tangent_mean", "earlier")
+"""Attributes that are set after the constructor; the other hyperparameters are its arguments."""
 
-    data_attributes: tuple[str, ...] = ()
-    """Names of attributes that hold training data; pickles and deep copies have None in their place."""
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What :meth:`save` stores besides the arguments, the prior and the mean: a JSON-able header and tensors."""
-        raise ConfigurationError(f"{type(self).__name__} cannot be saved.", fix="Give it state() and restore().")
+def save(found: Any, path: str | os.PathLike[str]) -> None:
+    """Write what :func:`state_dict` says to a file; see :meth:`Posterior.save`."""
+    state = state_dict(found)
+    write(path, state["header"], state["tensors"])
 
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take up what :meth:`state` returned; ``n_data``, ``n_outputs`` and :attr:`mean` are already restored."""
-        raise ConfigurationError(f"{type(self).__name__} cannot be loaded.", fix="Give it state() and restore().")
 
-    def owned_sums(self) -> list[OwnedSum]:
-        """Matrices that only one rank holds, in the same order on every rank."""
-        return []
+def state_dict(found: Any) -> dict[str, Any]:
+    """What ``save`` writes, as a JSON-able header and tensors that share the posterior's memory, for ``torch.save``.
 
-    def save(self, path: str | Path, *, distributed: Distributed = None, **entries: Any) -> None:
-        """Write the posterior to a folder: tensors as safetensors, the rest as JSON, nothing pickled.
+    Args:
+        found: A fitted posterior; perhaps within stored dataclasses, such as a calibration, whose field ``posterior``
+            is what is inside.
 
-        Of a posterior that was fitted over several ranks, rank 0 writes the folder and the others wait until it is
-        there. Rank 0 waits for nobody, so that it may also be the only one that ever saves to a path.
+    Raises:
+        NotFittedError: Before ``fit``.
+        ConfigurationError: An option or a part of the state that cannot be stored.
+    """
+    around: list[Any] = []
+    while is_dataclass(found) and not isinstance(found, type):
+        around, found = [replace(found, posterior=None), *around], found.posterior
+    posterior: Posterior = found
+    posterior.require_fit()
+    backend = posterior.backend
+    if backend_class(backend.name) is not type(backend):
+        what, own = f"A backend {backend.name!r} would not be loaded as what it is.", type(backend).__name__
+        fix = f"Give {own} a `name` of its own, and register it: lp.curvature.register_backend({own}.name, {own})."
+        raise ConfigurationError(what, expected=backend_class(backend.name).__name__, got=own, fix=fix)
+    tensors: dict[str, Tensor] = {}
+    masks = {item.name: item.mask for item in posterior.network.selected}
+    hyperparameters = {name: getattr(posterior, name, None) for name in HYPERPARAMETERS}
+    header = {
+        "class": name_of(type(posterior)),
+        "options": encode(own_options(posterior), tensors, "options"),
+        "likelihood": posterior.likelihood.config(),
+        "backend": backend.config(),
+        "parameters": encode(masks, tensors, "parameters"),
+        "prior_mean": encode(posterior.prior_mean, tensors, "prior_mean"),
+        "temperature": encode(posterior.temperature, tensors, "temperature"),
+        "hyperparameters": encode(hyperparameters, tensors, "hyperparameters"),
+        "network": fingerprint(posterior.model),
+        "state": encode(posterior._found, tensors, "state"),
+        "around": encode(around, tensors, "around"),
+    }
+    if callable(posterior.state):
+        header["old"], own = posterior.state()
+        tensors |= {f"old.{name}": tensor for name, tensor in {"vector": posterior.mean, **own}.items()}
+    return {"header": header, "tensors": tensors}
 
-        Args:
-            path: The folder.
-            distributed: Which ranks save together: None for those of the fit, otherwise as for :meth:`fit`.
-            **entries: Further entries of the description, for a class that wraps posteriors.
 
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            CheckpointError: The folder holds something else.
-            DistributedError: Rank 0 failed to write it, or has other hyperparameters than this rank.
-        """
-        group = self.group if distributed is None else resolve_group(distributed)
-        if group is None or not group.is_alive():
-            self.write(path, **entries)
-            return
-        if group.rank > 0:  # rank 0 checks while it writes, so that the others hear of its error
-            self.require_fit()
-        own = {**self.hyperparameter_digests(), "number of data": str(self.n_data)}
-        with gathered(group, self.owned_sums()):
-            group.lead(f"save to {path}", lambda: self.write(path, **entries), own)
+def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> Any:
+    """Load a posterior, or a calibrated one, that its ``save`` wrote. Nothing is unpickled.
 
-    @full_precision
-    def write(self, path: str | Path, **entries: Any) -> None:
-        """What :meth:`save` does on the one process that writes."""
-        header, tensors = self.description()
-        io.write(path, {**entries, **header}, tensors)
+    Args:
+        path: The file; or a folder of a Gaussian posterior that version 0.2.0 wrote.
+        model: The network that the posterior was fitted on, with the same weights.
+        likelihood: The likelihood, where it is one of your own; built-in ones are stored, and only the value of their
+            noise may differ here.
 
-    def description(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What is stored: a JSON-able header, and tensors that may share the posterior's memory."""
-        self.require_fit(thorough=True)
-        if self._function is None and self._example is not None:
-            self._function = probe(self.network, self._example)
-        backend = self.backend
-        if backend_class(backend.name) is not type(backend):
-            what, own = f"A backend {backend.name!r} would not be loaded as what it is.", type(backend).__name__
-            fix = f"Give {own} a `name` of its own, and register it: lp.curvature.register_backend({own}.name, {own})."
-            raise ConfigurationError(what, expected=backend_class(backend.name).__name__, got=own, fix=fix)
-        state, tensors = self.state()
-        tensors = {"vector": self.mean, **tensors}
-        header = {
-            "class": name_of(type(self)),
-            "options": self.options(),
-            "likelihood": self.likelihood.config(),
-            "backend": backend.config(),
-            "parameters": list(self.parameter_names),
-            "layer": self.layer_names[0] if self.is_last_layer else None,
-            "n_data": self.n_data,
-            "n_outputs": self.n_outputs,
-            "network": self._fingerprint,
-            "function": self._function,
-            "example_axes": dict(self.network.example_axes),
-            "state": state,
-        }
-        tensors |= {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
-        for name in ("prior_precision", "prior_mean", "temperature"):
-            tensors[f"hyper.{name}"] = getattr(self, f"_{name}").detach()
-        groups = self._prior_groups
-        if groups is not None:  # layers follow from the network
-            header["groups"] = {"name": groups.name, "names": list(groups.names)}
-            tensors["groups.index"] = groups.index
-        return header, tensors
+    Raises:
+        CheckpointError: The file is missing, damaged or of another format version; the network's weights or a built-in
+            likelihood differ; or the file holds something that is not registered.
+        ConfigurationError: The arguments are not a path and a module, or the posterior's class is not registered.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigurationError("The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__)
+    if not isinstance(model, nn.Module):
+        expected = "the torch.nn.Module that the posterior was fitted on"
+        fix = "Build the network, load its weights, then call laplace_plus.load(path, model)."
+        raise ConfigurationError("The model is not a module.", expected=expected, got=type(model).__name__, fix=fix)
+    if Path(path).is_dir():
+        return _of_folder(*read_folder(Path(path)), model, likelihood)
+    header, tensors = read(path)
+    return load_state_dict({"header": header, "tensors": tensors}, model, likelihood=likelihood)
 
-    def __copy__(self) -> Self:
-        result = object.__new__(type(self))
-        for name, own in vars(self).items():  # with the training data, which pickles leave out
-            vars(result)[name] = copy.copy(own) if isinstance(own, Stored) else own
-        return result
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = vars(self) | dict.fromkeys(("_example", *self.data_attributes)) | {"training_data": TrainingData()}
-        for name, own in kept.items():
-            if name.endswith("_cache"):
-                kept[name] = None
-            elif isinstance(own, Tensor) and own.grad_fn is not None:  # torch copies leaves only
-                kept[name] = own.detach()
-        return kept
+def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: Any = None) -> Any:
+    """The posterior of a :func:`state_dict`, on its network; arguments and errors as of :func:`load`."""
+    if not isinstance(state, Mapping) or not state.keys() >= {"header", "tensors"}:
+        raise CheckpointError("This is no state of a posterior.", expected="what lp.state_dict(posterior) gave")
+    header, tensors = state["header"], state["tensors"]
+    require_same_weights(header["network"], unwrap(model))
+    with torch.random.fork_rng([]):  # constructors may draw random numbers
+        given = {name: decode(header[name], tensors) for name in ("options", "parameters", "prior_mean", "temperature")}
+        posterior = _constructed(header, given.pop("options"), model, likelihood, **given)
+    device = posterior.network.device
+    _restore(posterior, decode(header["state"], tensors, device), decode(header["hyperparameters"], tensors, device))
+    if "old" in header:
+        posterior.restore(header["old"], {n: tensor.to(device) for n, tensor in with_prefix(tensors, "old.").items()})
+    found: Any = posterior
+    for value in decode(header["around"], tensors):
+        found = replace(value, posterior=found)
+    return found
+
+
+def _constructed(
+    header: Mapping[str, Any], options: Mapping[str, Any], model: nn.Module, likelihood: Any, **common: Any
+) -> Posterior:
+    """The posterior before its fit."""
+    cls = get_posterior(str(header["class"]))
+    shapes = {name: parameter.shape for name, parameter in uses(unwrap(model)).items()}
+    masks = {name: torch.ones(shapes[name], dtype=torch.bool) for name in common["parameters"]}
+    for name, mask in common["parameters"].items():
+        masks[name] = masks[name] if mask is None else mask.view(shapes[name])
+    whole = all(mask is None for mask in common["parameters"].values())
+    common |= {"parameters": [*masks] if whole else masks, "backend": backend_from_config(header["backend"])}
+    return cls(model, _likelihood(header["likelihood"], likelihood), **options, **common)
+
+
+def _restore(posterior: Any, state: Any, hyperparameters: Mapping[str, Any]) -> None:
+    """Give a posterior the state and what was set after its construction."""
+    if state.mean.shape != (posterior.n_parameters,):
+        expected = f"[{posterior.n_parameters}]"
+        raise CheckpointError("The mean is of other parameters.", expected=expected, got=f"{list(state.mean.shape)}")
+    posterior._prior_groups = hyperparameters["_prior_groups"]
+    posterior._prior_precision = hyperparameters["_prior_precision"]
+    posterior._set_state(state)
+    for name in ("link", "covariance_scale", "tangent_mean", "earlier"):
+        setattr(posterior, name, hyperparameters.get(name))
+
+
+def _likelihood(known: Mapping[str, Any], given: Any) -> Likelihood:
+    """The stored likelihood, or the caller's if it is the one that was fitted, up to the value of its noise."""
+    if given is None:
+        if known.get("name") == "custom":
+            what, expected = "A likelihood of your own is not stored.", "load(path, model, likelihood=…)"
+            raise CheckpointError(what, expected=expected, got="no likelihood")
+        return likelihood_from_config(known)
+    likelihood = resolve_likelihood(given)
+    own, noise = known.get("noise_std"), likelihood.noise_std
+    if isinstance(given, str) and isinstance(own, list) and noise is not None:  # "regression" with several outputs
+        likelihood = likelihood.with_noise(noise.expand(len(own)))
+    if known.get("name") != "custom" and _without_noise(likelihood.config()) != _without_noise(known):
+        what = "The posterior was fitted with another likelihood."
+        fix = "Leave likelihood out, or fit a posterior with this one."
+        raise CheckpointError(what, expected=repr(likelihood_from_config(known)), got=repr(likelihood), fix=fix)
+    return likelihood
+
+
+def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A likelihood's description with the form of its noise levels in place of their values."""
+    noise = config.get("noise_std")
+    return {**config, "noise_std": [len(noise)] if isinstance(noise, list) else noise is not None}
+
+
+# -- version 0.2.0 -----------------------------------------------------------------------------------------------------
+
+
+def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Any:
+    """The Gaussian posterior that a folder of version 0.2.0 describes; CheckpointError for other classes."""
+    own, known = header["state"], header["network"]
+    weights = {one["name"]: f"{one['dtype']} {one['shape']} {one['sha256']}" for one in known["tensors"]}
+    require_same_weights(weights | {key: known[key] for key in ("adapters",) if key in known}, unwrap(model))
+    if "blocks" not in own:
+        what, fix = f"A {header['class']} of version 0.2.0 is not read.", "Fit it again."
+        raise CheckpointError(what, expected="lp.Full, lp.KFAC, lp.Diagonal or lp.LowRank", fix=fix)
+    parameters = {name: tensors.get(f"mask.{name}") for name in header["parameters"]}
+    common = {name: tensors[f"hyper.{name}"] for name in ("prior_mean", "temperature")}
+    posterior = _constructed(header, header["options"], model, likelihood, parameters=parameters, **common)
+    device, blocks = posterior.network.device, []
+    for number, entry in enumerate(own["blocks"]):
+        prefix = f"block.{number}."
+        parts = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
+        layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], parts.pop("index").cpu())
+        blocks.append((layout, block_from_tensors(entry["kind"], layout.shape, parts)))
+    mean, travelled = tensors["vector"].to(device), tensors.get("travelled")
+    groups = header.get("groups")
+    hyperparameters = {
+        "_prior_groups": groups and Groups(groups["name"], tuple(groups["names"]), tensors["groups.index"]),
+        "_prior_precision": tensors["hyper.prior_precision"],
+        "link": own.get("link"),
+        "covariance_scale": own.get("covariance_scale", 1.0),
+        "tangent_mean": tensors.get("tangent_mean"),
+    }
+    sums = Curvature(blocks), tensors["statistics"], None if travelled is None else travelled.to(device).view_as(mean)
+    _restore(posterior, GaussianState(mean, header["n_data"], header["n_outputs"], *sums), hyperparameters)
+    return posterior
+
+
+# -- classes without a state -------------------------------------------------------------------------------------------
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -128,32 +216,7 @@ def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """A curvature's blocks, in JSON's terms and as tensors."""
-    tensors: dict[str, Tensor] = {}
-    blocks = []
-    for number, (layout, block) in enumerate(curvature):
-        names, shape = list(layout.names), list(block.shape)
-        blocks.append({"key": layout.key, "names": names, "rule": layout.rule, "kind": block.storage, "shape": shape})
-        tensors[f"block.{number}.index"] = layout.index
-        tensors |= {f"block.{number}.{name}": value for name, value in block.tensors().items()}
-    return blocks, tensors
-
-
-def restored_curvature(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> Curvature:
-    """The curvature of :func:`curvature_state`; :class:`CheckpointError` unless its blocks cover each entry once."""
-    if not entries:
-        return Curvature([])
-    blocks, places = [], []
-    for number, entry in enumerate(entries):
-        prefix = f"block.{number}."
-        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        layout = Layout(str(entry["key"]), tuple(entry["names"]), str(entry["rule"]), own.pop("index").cpu())
-        if entry["shape"] != list(layout.shape):
-            raise CheckpointError("A block has another shape.", expected=str(layout.shape), got=str(entry["shape"]))
-        blocks.append((layout, block_from_tensors(entry["kind"], layout.shape, own)))
-        places.append(layout.index.flatten())
-    found = torch.cat(places)
-    if found.min() < 0 or found.max() >= len(found) or found.bincount(minlength=len(found)).max() > 1:
-        raise CheckpointError("The blocks do not cover each parameter once.", got=f"{len(found)} entries")
-    return Curvature(blocks)
+def own_options(posterior: Any) -> dict[str, Any]:
+    """The arguments of the class's own, from a method or an attribute."""
+    found = posterior.options
+    return found() if callable(found) else found

@@ -124,7 +124,7 @@ def test_products_are_summed_in_float32(dtype, ambient):
     with torch.autocast("cpu", dtype=dtype, enabled=ambient):
         rows = rounded_rows(model, inputs, ["second", "head"])
         posterior = lp.KFAC(model, "classification").fit([(inputs, target)])
-    found = {layout.key: whole_tensors(block) for layout, block in posterior.sums.curvature}
+    found = {layout.key: whole_tensors(block) for layout, block in posterior.state.curvature}
     patches = torch.nn.functional.unfold(rows["second"].double(), 2).unflatten(1, (2, -1))  # [B, G, i, S]
     patches = torch.cat([patches, torch.ones_like(patches[:, :, :1])], 2)
     features = torch.cat([rows["head"].double(), torch.ones(300, 1)], 1)

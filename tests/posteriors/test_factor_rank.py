@@ -25,7 +25,7 @@ class TestFactorRank(GaussianConformance):
         posterior, model, data = self.fitted()
         whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
         other = self.make(model, "classification").fit(whole)
-        for (_, one), (_, two) in zip(posterior.sums.curvature, other.sums.curvature, strict=True):
+        for (_, one), (_, two) in zip(posterior.state.curvature, other.state.curvature, strict=True):
             if hasattr(one, "right_sum"):
                 found = [own.right_sum.leading() for own in (one, two)]
                 assert_close(*(kept.square().sum((1, 2)) + lost for kept, lost in found))
@@ -55,7 +55,7 @@ def dense(posterior):
     """The posterior precision, written out from the factors that are kept."""
     matrix = torch.diag(posterior.prior().vector().to(posterior.mean))
     weights = posterior.laplace_model().weights()
-    for layout, block in posterior.sums.curvature:
+    for layout, block in posterior.state.curvature:
         own = torch.kron(torch.tensordot(weights, block.left.double(), 1)[0], block.right[0] / block.count)
         places = layout.index.flatten()
         matrix[places[:, None], places] += own
@@ -78,7 +78,7 @@ def test_data_of_a_lower_rank_give_whole_factors():
     ours, whole = (
         lp.KFAC(model, "classification", parameters=["0.weight"], factor_rank=k).fit(data) for k in (24, None)
     )
-    ((_, block),) = ours.sums.curvature
+    ((_, block),) = ours.state.curvature
     assert block.right_sum.rank == 24 and block.left_sums[0].rank is None
     assert_close(ours.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-12, atol=0)
     for joint in (False, True):
@@ -123,7 +123,7 @@ def test_more_rank_lowers_the_evidence_to_that_of_whole_factors_and_takes_varian
         evidences.append(float(posterior.log_marginal_likelihood()))
         variances.append(float(posterior.functional_posterior(data[0][0]).covariance.diagonal(dim1=1, dim2=2).sum()))
         share = posterior.discarded_trace["0.weight"]
-        (_, ours), (_, theirs) = posterior.sums.curvature.blocks[0], whole.sums.curvature.blocks[0]
+        (_, ours), (_, theirs) = posterior.state.curvature.blocks[0], whole.state.curvature.blocks[0]
         traces = [float(b.left[0, 0].trace() * b.right[0].trace()) for b in (ours, theirs)]
         assert share == pytest.approx(1 - traces[0] / traces[1], abs=1e-12)
         shares.append(share)
@@ -138,7 +138,7 @@ def test_more_rank_lowers_the_evidence_to_that_of_whole_factors_and_takes_varian
 def test_networks_of_lower_precision(dtype, tolerance):
     (ours, data), (exact, _) = fitted(5, dtype), fitted(5)
     x = data[0][0]
-    assert {block.right_sum.dtype for _, block in ours.sums.curvature} == {torch.float32}
+    assert {block.right_sum.dtype for _, block in ours.state.curvature} == {torch.float32}
     shift = ours.log_marginal_likelihood() - exact.log_marginal_likelihood()
     assert abs(float(shift)) < tolerance * abs(float(exact.log_marginal_likelihood()))
     found, expected = ours.functional_posterior(x).covariance, exact.functional_posterior(x.double()).covariance

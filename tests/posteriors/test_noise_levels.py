@@ -81,9 +81,9 @@ def test_a_number_set_afterwards_is_every_level():
 def test_levels_are_saved_and_loaded(tmp_path):
     net, data = problem()
     posterior = lp.KFAC(net, "regression").fit(data).fit_prior_precision("marginal_likelihood")
-    posterior.save(tmp_path)
-    torch.testing.assert_close(lp.load(tmp_path, net).noise_std, posterior.noise_std)
-    assert lp.load(tmp_path, net, likelihood="regression").noise_std.shape == (2,)
+    posterior.save(tmp_path / "it")
+    torch.testing.assert_close(lp.load(tmp_path / "it", net).noise_std, posterior.noise_std)
+    assert lp.load(tmp_path / "it", net, likelihood="regression").noise_std.shape == (2,)
 
 
 def test_posteriors_that_hold_another():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -77,37 +78,22 @@ def test_an_option_that_is_set_in_place_is_found(make):
     name = next(name for name in ("negative_slope", "max_val", "beta") if hasattr(model[1], name))
     setattr(model[1], name, 0.9)
     for _ in range(2):
-        with pytest.raises(ModelChangedError, match="A module was replaced or changed"):
+        with pytest.raises(ModelChangedError, match="other modules, options or tensors"):
             posterior.predictive(x)
 
 
-def test_a_row_of_data_is_found_by_a_thorough_look(tmp_path):
-    model, x, posterior = problem()
-    untouched = torch.ones(6300, dtype=torch.bool)
-    untouched[:: 6300 // 512 | 1] = False
-    model[0].weight.data.view(-1)[untouched.nonzero()[11]] += 1e-3  # past the counter and between the samples
-    posterior.predictive(x)
-    for look in (lambda: posterior.require_fit(thorough=True), lambda: posterior.save(tmp_path / "saved")):
-        with pytest.raises(ModelChangedError):
-            look()
-
-
-def test_the_same_values_are_accepted():
+def test_modes_and_copies_are_accepted():
     model, x, posterior = problem()
     expected = posterior.predictive(x).mean
-    for change in (
-        lambda: model.load_state_dict(model.state_dict()),
-        lambda: setattr(model[0].weight, "data", model[0].weight.data.clone()),
-        lambda: model.double().float(),
-        lambda: model.train(),
-        lambda: setattr(model[1], "momentum", 0.5),
-        lambda: model.requires_grad_(False),
-        lambda: model[1].running_mean.fill_(float("nan")).zero_(),
-    ):
+    for change in (model.train, lambda: model.requires_grad_(False)):
         change()
         assert torch.equal(posterior.predictive(x).mean, expected)
-    copied = copy.deepcopy(posterior)
-    assert torch.equal(copied.predictive(x).mean, expected)
+    for copied in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert torch.equal(copied.predictive(x).mean, expected)
+    model.load_state_dict(model.state_dict())
+    for changed in (posterior, copy.deepcopy(posterior)):
+        with pytest.raises(ModelChangedError):
+            changed.predictive(x)
 
 
 class Strange(nn.Module):

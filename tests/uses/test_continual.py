@@ -322,7 +322,7 @@ def test_kronecker_factors_of_tasks_are_pooled():
     second = lp.KFAC(net, "classification").fit(data[1])
     both = lp.continue_on(first, net).fit(data[1])
     (a, b, c) = (
-        next(block for layout, block in p.sums.curvature if "body.weight" in layout.names)
+        next(block for layout, block in p.state.curvature if "body.weight" in layout.names)
         for p in (first, second, both)
     )
     left, right = (getattr(a, side) + getattr(b, side) for side in ("left", "right"))

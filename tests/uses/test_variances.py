@@ -67,7 +67,7 @@ def test_the_state_of_a_variational_optimizer():
     variance = 1 / (ess * (hess + decay))
     options = {"prior_precision": ess * decay, "n_data": ess}
     posterior = lp.from_variance(net(), variance, "classification", **options)
-    ((_, block),) = posterior.sums.curvature
+    ((_, block),) = posterior.state.curvature
     assert_close(block.values.flatten(), ess * hess)
     assert posterior.n_data == ess
     assert_close(posterior.effective_dimension(), (hess / (hess + decay)).sum())

@@ -123,7 +123,7 @@ def test_factors_of_adapters_are_the_dense_ones(base):
     layers = [name.removesuffix(".weight") for name in ADAPTERS]
     wanted = dense_factors(model, x, layers)
     found = {
-        layout.names[0].removesuffix(".weight"): whole_tensors(block) for layout, block in posterior.sums.curvature
+        layout.names[0].removesuffix(".weight"): whole_tensors(block) for layout, block in posterior.state.curvature
     }
     assert found.keys() == wanted.keys()
     for name, (left, right, count) in wanted.items():

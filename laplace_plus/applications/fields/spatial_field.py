@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.predictive.outputs import Outputs, output_indices, wants_variances
 from laplace_plus.structured import DenseBlock, DiagonalBlock
@@ -90,7 +91,6 @@ class SpatialField(GaussianPosterior):
         tensor([0.5000, 0.5000])
     """
 
-    over_ranks = False
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     _covariance_cache: tuple[Any, Tensor] | None = None
@@ -112,6 +112,7 @@ class SpatialField(GaussianPosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
+        render = _missing if isinstance(render, str) else render  # loaded
         checks.choice("structure", structure, ("diagonal", "block"))
         _require(isinstance(model, nn.Module), "model", "a trained torch.nn.Module", model)
         _require(render is None or callable(render), "render", "render(rays, displace) -> [R, C]", render)
@@ -124,6 +125,7 @@ class SpatialField(GaussianPosterior):
         refuse_unsuitable(unwrap(model))
         super().__init__(Displaced(unwrap(model), self.grid, render), likelihood, **common)
         self.model = self.field.model
+        self.options["render"] = render and "missing"  # functions are not stored
         _require(not self.prior_mean.any(), "prior_mean", "0, as the trained field is not displaced", prior_mean)
         _require(self.backend.config() == Native().config(), "backend", '"native", the exact Gauss-Newton', backend)
 
@@ -132,26 +134,26 @@ class SpatialField(GaussianPosterior):
         """The field as a function of its displacement; a loaded posterior waits for ``field.render`` to be set."""
         return cast(Displaced, self.network.model)
 
-    @override
-    def options(self) -> dict[str, Any]:
-        sizes = {"box": [[*self.grid.lower], [*self.grid.upper]], "resolution": self.grid.resolution}
-        return {**sizes, "structure": self.structure.name, "paper_scale": self.paper_scale}
-
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def fit_batches(self, data: Iterable[Any], *, update: bool, progress: bool, generator: Any = None) -> None:
+    def fit_batches(
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        before: GaussianState | None = None,
+    ) -> GaussianState:
         """Add up the curvature of the vertices over batches ``(rays, targets)``."""
-        before, seen = self.sums if update else None, torch.zeros((), dtype=torch.long)
+        seen = torch.zeros((), dtype=torch.long)
         add = partial(self._accumulate, seen)
-        sums, _ = self._total(data, before, progress=progress, generator=generator, accumulate=add)
+        state, _ = self._sums(data, before, progress=progress, generator=generator, accumulate=add)
         if not seen:
             fix = "Give the box that the field was trained in, in the units of its coordinates."
             expected = f"points from {list(self.grid.lower)} to {list(self.grid.upper)}"
             raise DataError("No sample point of any ray is in the box.", expected=expected, fix=fix)
-        self.adopt(sums if before is None else before.plus(sums), self.network.vector())
-        if self.field.render is not None:
-            self._example = None  # random rays would tell little of the field
+        return state if before is None else before.plus(state)
 
     def _accumulate(
         self,
@@ -189,7 +191,7 @@ class SpatialField(GaussianPosterior):
     @property
     def vertex_curvature(self) -> Tensor:
         """H at unit noise, of each vertex its trace ``[G + 1, ...]`` or its block ``[G + 1, ..., d, d]``."""
-        block: Any = self.sums.curvature.blocks[0][1]
+        block: Any = self.state.curvature.blocks[0][1]
         each = block.matrix if self.structure.name == "block" else block.values[..., 0, 0]
         return each.sum(0)[:-1].unflatten(0, (self.grid.resolution + 1,) * self.grid.d)
 
@@ -339,26 +341,6 @@ class SpatialField(GaussianPosterior):
         self.require_fit()
         known = self._least(self._vertex_covariance(scaled=self.paper_scale)[:-1]) <= threshold
         return known.view((self.grid.resolution + 1,) * self.grid.d)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        render = self.field.render
-        super().load_state_dict(state)
-        self.field.render = render or self.field.render
-        return self
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        header, tensors = super().state()
-        return {**header, "rendered": self.field.render is not None}, tensors
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        super().restore(header, tensors)
-        if [layout.key for layout, _ in self.sums.curvature] != [PARAMETER]:
-            raise ValueError("blocks of another kind")
-        if header.get("rendered"):
-            self.field.render = _missing
 
 
 def _missing(rays: Any, displace: Any) -> Any:

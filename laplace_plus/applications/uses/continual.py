@@ -25,6 +25,7 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.network.network import Network, exact_arithmetic, unwrap
 from laplace_plus.network.selection import Selection, refine, select, uses
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
+from laplace_plus.posteriors.storing import own_options
 from laplace_plus.priors import LAYERWISE, Groups
 
 
@@ -98,7 +99,7 @@ def continue_on(
     """
     require_posterior(posterior)
     old, before = posterior.network, posterior.laplace_model(moved=True)
-    cls, options, sums = type(posterior), posterior.options(), posterior.sums
+    cls, options, sums = type(posterior), own_options(posterior), posterior.state
     if isinstance(posterior, Subnetwork):
         cls, options = get_posterior(options["posterior"]), options["posterior_options"]
     _named(old, uses(unwrap(model)))  # refuses a network without them
@@ -138,13 +139,12 @@ def continue_on(
     travelled = (before.vector - prior_mean.to(before.vector)).abs() if sums.travelled is None else sums.travelled
     blocks = [moved(layout, block, places, found.network) for layout, block in sums.curvature]
     found.earlier = TaskSums(
-        Curvature(blocks),
-        sums.statistics,
+        placed(before.vector, prior_mean),
         sums.n_data,
         sums.n_outputs,
+        Curvature(blocks),
+        sums.statistics,
         placed(travelled, 0.0),
-        found.network,
-        placed(before.vector, prior_mean),
     )
     return found
 

@@ -12,26 +12,25 @@ from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import used_differently
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.posteriors.sums import FitSums
+from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, LowRankBlock
 from laplace_plus.structured.layout import Layout
 from laplace_plus.tuning.laplace import LaplaceModel
 
 
+@stored
 @dataclass(frozen=True)
-class TaskSums(FitSums):
+class TaskSums(GaussianState):
     """Sums over tasks that may use other heads, at the ``mean [P]`` of the last one; the next may move the network."""
 
-    network: Any = None
-    mean: Any = None
-
-    def plus(self, other: FitSums) -> TaskSums:
+    def plus(self, other: GaussianState) -> TaskSums:
         """The sums over both, at the network's present weights; the likelihood of earlier data follows as a quadratic.
 
         DataError if the two treat some parameter differently.
         """
-        mean = self.network.vector()
+        mean = other.mean
         moved = mean - self.mean
         squares = torch.zeros(len(self.statistics), dtype=torch.float64)
         n_components = self.curvature.blocks[0][1].n_components

@@ -31,13 +31,14 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.linearization import ADModes, Linearization
 from laplace_plus.network.network import unwrap
 from laplace_plus.network.selection import Selection
+from laplace_plus.persistence import decode, encode
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
-from laplace_plus.posteriors.storing import with_prefix
+from laplace_plus.posteriors.storing import own_options, with_prefix
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.priors import GaussianPrior
 from laplace_plus.tuning import Tuner, TuningResult, fitted_data
@@ -152,7 +153,7 @@ class Riemannian(Posterior):
     def options(self) -> dict[str, Any]:
         return {
             "tangent": name_of(type(self.tangent)),
-            "tangent_options": self.tangent.options(),
+            "tangent_options": own_options(self.tangent),
             "method": option_config(self.method, METHODS),
             "n_samples": self.n_samples,
             "chunk_size": self.chunk_size,
@@ -371,7 +372,11 @@ class Riemannian(Posterior):
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         drawn = self._bank()
-        header, tensors = self.tangent.state()
+        if callable(self.tangent.state):
+            header, tensors = self.tangent.state()
+        else:
+            tensors = {}
+            header = encode(self.tangent.state, tensors, "state")
         report = vars(drawn.report)
         fields = {name: value for name, value in report.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in report.items() if name not in fields}
@@ -381,9 +386,13 @@ class Riemannian(Posterior):
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.tangent.n_data, self.tangent.n_outputs = self.n_data, self.n_outputs
-        self.tangent.restore(header["tangent"], with_prefix(tensors, "tangent."))
-        self.tangent.remember_weights()
+        inner = with_prefix(tensors, "tangent.")
+        if callable(self.tangent.state):
+            self.tangent.n_data, self.tangent.n_outputs = self.n_data, self.n_outputs
+            self.tangent.restore(header["tangent"], inner)
+            self.tangent.remember_weights()
+        else:
+            self.tangent._set_state(decode(header["tangent"], inner))
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
         self.data_sum = header.get("data_sum")  # not in older files

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.distributed import Group
 from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.selection import Selection, refine, select
@@ -34,14 +33,14 @@ class Task:
         data: The loader, which can be started again.
         progress: Whether to show progress bars.
         generator: Source of randomness.
-        group: The ranks that share the data, if any.
+        reduce: The sum over ranks, if several share the data.
     """
 
     candidates: Posterior
     data: Iterable[Any]
     progress: bool = False
     generator: torch.Generator | None = None
-    group: Group | None = None
+    reduce: Any = None
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,8 @@ class LargestVariance(Selector):
                 prior_precision=candidates.prior_precision,
                 temperature=candidates.temperature,
                 backend=candidates.backend,
-                memory_budget=candidates.memory_budget,
             )
-            diagonal.run_fit(task.data, task.group, progress=task.progress, generator=task.generator)
+            diagonal._fitted(task.data, None, reduce=task.reduce, progress=task.progress, generator=task.generator)
             variances = diagonal.variance()
         return Choice(_largest(variances, self.size), variances)
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.distributed import broadcast_
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network.capture import capture_batch
 from laplace_plus.network.selection import Selection, refine
 from laplace_plus.posteriors.configuration import common_arguments
-from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.registry import get_posterior, name_of
+from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, selector_from_config
 from laplace_plus.posteriors.training_data import require_restartable
 
@@ -111,7 +111,7 @@ class Subnetwork(GaussianPosterior):
         return {
             "selector": self.selector.config(),
             "posterior": name_of(self.inner_class),
-            "posterior_options": self._inner.options(),
+            "posterior_options": self._inner.options,
         }
 
     def squared_wasserstein(self, variances: Tensor | None = None) -> Tensor:
@@ -147,26 +147,34 @@ class Subnetwork(GaussianPosterior):
 
     @override
     def fit_batches(
-        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
-    ) -> None:
-        choice, precision = self._choice, self._prior_precision
-        if update:
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        before: GaussianState | None = None,
+        reduce: Reduce | None = None,
+    ) -> GaussianState:
+        options: Any = {"progress": progress, "generator": generator, "reduce": reduce}
+        precision = self._prior_precision
+        if before is not None:
             inner = self._over(refine(self.network.selected))
             inner.network = self.network
-            inner.adopt(self.sums, self.mean)
+            inner._set_state(before)
         else:
-            choice = self._choose(data, progress=progress, generator=generator)
-            inner = self._over(refine(self._candidates.selected, choice.mask))
+            self._choice = self._choose(data, **options)
+            inner = self._over(refine(self._candidates.selected, self._choice.mask))
             if self._is_layerwise():
                 precision = self._precision_of(inner.layer_names)
-        inner.group, inner.noise_per_output = self.group, self.noise_per_output
-        inner.fit_batches(data, update=update, progress=progress, generator=generator)
+        inner.noise_per_output = self.noise_per_output
+        state = inner.fit_batches(data, before=before, **options)
         self.network, self._prior_precision, self.likelihood = inner.network, precision, inner.likelihood
-        self._inner, self._choice = inner, choice
-        self._example = self._example if inner._example is None else inner._example
-        self.adopt(inner.sums, self.network.vector())
+        self._inner = inner
+        return state
 
-    def _choose(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> Choice:
+    def _choose(
+        self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None, reduce: Reduce | None
+    ) -> Choice:
         candidates = self._over(self._candidates.selection)
         last_layer = candidates.is_last_layer
         if self.selector.needs_data or last_layer:
@@ -177,11 +185,9 @@ class Subnetwork(GaussianPosterior):
                 break
         if self._prior_precision.numel() > 1 and self.selector.needs_prior:
             candidates.prior_precision = self._precision_of(candidates.layer_names)
-        choice = self.selector.choose(Task(candidates, data, progress, generator, self.group))
-        if self.group is not None:
-            mask = choice.mask.clone().to(torch.uint8)
-            broadcast_(self.group, [mask], 0)
-            choice = Choice(mask.bool(), choice.variances)
+        choice = self.selector.choose(Task(candidates, data, progress, generator, reduce))
+        if reduce is not None:  # some selectors draw
+            choice = Choice(reduce(choice.mask, lambda mine, theirs: mine), choice.variances)
         self._candidates = candidates.network
         return choice
 
@@ -211,11 +217,11 @@ class Subnetwork(GaussianPosterior):
             prior_mean=self._prior_mean,
             temperature=self._temperature,
             backend=self.backend,
-            memory_budget=self.memory_budget,
             **self.inner_options,
         )
 
     @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        GaussianPosterior.restore(self, header, tensors)
-        self._inner = self._over(self.network.selection)
+    def _set_state(self, state: GaussianState) -> None:
+        super()._set_state(state)
+        if self._inner.network is not self.network:  # loaded
+            self._inner = self._over(self.network.selection)

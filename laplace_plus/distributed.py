@@ -1,0 +1,168 @@
+"""Fits whose data several ranks of ``torch.distributed`` share: each rank has a loader of its own.
+
+:func:`fit` runs ``posterior.fit_batches`` on every rank, with a function that sums values over all ranks: each rank's
+value goes to all others, and all add them in the same order, so that all have the same bits. An error on one rank
+becomes a :class:`~laplace_plus.errors.DistributedError` on the others rather than a wait. What follows a fit, such as
+tuning by the evidence and predictions, needs no other rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laplace_plus.errors import ConfigurationError, DistributedError, EmptyDataError
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.persistence import decode, digest, encode, fingerprint
+from laplace_plus.posteriors import Posterior
+from laplace_plus.posteriors.training_data import TrainingData
+
+P = TypeVar("P", bound=Posterior)
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
+
+
+def fit(posterior: P, shard: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> P:
+    """Fit a posterior to the data of all ranks, of which ``shard`` is this rank's part; every rank makes the call.
+
+    Shards may differ in size, and be empty on some ranks. All ranks then have the posterior that one process would have
+    fitted to all data, up to rounding. Training data are not known afterwards: pass ``data=`` where they are needed.
+
+    Args:
+        posterior: The posterior, with the same network, options and hyperparameters on all ranks.
+        shard: This rank's batches, such as a loader with a ``DistributedSampler``, as for ``posterior.fit``.
+        progress: Whether rank 0 shows a progress bar.
+        generator: Source of randomness; that of rank 0 counts, from which each rank gets its own.
+
+    Raises:
+        ConfigurationError: ``torch.distributed`` is not initialised.
+        UnsupportedError: A class that sums nothing over ranks.
+        DistributedError: Another rank failed, or has another posterior.
+        EmptyDataError: No rank has data.
+    """
+    return _fitted(posterior, shard, None, progress=progress, generator=generator)
+
+
+def update(
+    posterior: P, shard: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+) -> P:
+    """Add the data of all ranks to a fit that all ranks have; arguments and errors as for :func:`fit`."""
+    posterior.require_fit()
+    return _fitted(posterior, shard, posterior.state, progress=progress, generator=generator)
+
+
+def gathered(model: nn.Module, into: nn.Module) -> nn.Module:
+    """Copy the weights of a model that FSDP2 or tensor parallelism has sharded into a whole one; on all ranks.
+
+    Args:
+        model: The sharded model.
+        into: A model of the same architecture with whole parameters, which a posterior can be fitted to.
+
+    Returns:
+        ``into``.
+    """
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415  -- it takes seconds to import
+        StateDictOptions,
+        get_model_state_dict,
+    )
+
+    into.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    return into
+
+
+class Ranks:
+    """All ranks, which meet to exchange values; see :func:`fit`.
+
+    Args:
+        device: Where tensors are while they travel: that of the network, which the backend of the ranks must know.
+    """
+
+    def __init__(self, device: torch.device):
+        if not (dist.is_available() and dist.is_initialized()):
+            fix = "Launch with torchrun and call torch.distributed.init_process_group() first."
+            raise ConfigurationError("torch.distributed is not initialised.", got="a process on its own", fix=fix)
+        self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
+
+    def meet(self, payload: Any = None, error: str | None = None) -> list[Any]:
+        """Wait for all ranks and give every rank's payload to all; ``error`` is this rank's, which it raises itself."""
+        reports: list[Any] = [None] * self.size
+        dist.all_gather_object(reports, (payload, error))
+        failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
+        if failed and error is None:
+            raise DistributedError(f"Rank {failed[0][0]} failed. {failed[0][1]}")
+        return [own for own, _ in reports]
+
+    def __call__(self, own: Any, add: Callable[[Any, Any], Any]) -> Any:
+        """The sum of all ranks' values, those of ranks 0, 1, … in turn; None stands for no value."""
+        tensors: dict[str, torch.Tensor] = {}
+        tree = None if own is None else encode(own, tensors, "value")
+        forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        total = None
+        for rank, (other, theirs) in enumerate(self.meet((tree, forms))):
+            if other is None:
+                continue
+            parts = {}
+            for name, (shape, dtype) in theirs.items():
+                parts[name] = torch.empty(shape, dtype=dtype, device=self.device)
+                if rank == self.rank:
+                    parts[name].copy_(tensors[name])
+                if parts[name].numel():
+                    dist.broadcast(parts[name], rank)
+            value = decode(other, parts)
+            total = value if total is None else add(total, value)
+        if total is None:
+            raise EmptyDataError("No rank's loader yielded any data.", expected="at least one batch", got="none")
+        return total
+
+
+def _fitted(posterior: P, shard: Iterable[Any], before: Any, *, progress: bool, generator: Any) -> P:
+    ranks, made = Ranks(posterior.network.device), copy.copy(posterior)
+    try:
+        with exact_arithmetic(posterior.network):
+            posterior.network.check_finite()
+            seed = _agreed(ranks, posterior, before, generator)
+            if posterior.backend.kind == "ggn_mc":  # the examples of different ranks draw independent labels
+                seed = (seed + GOLDEN * ranks.rank) % 2**63
+            source = torch.Generator(posterior.network.device).manual_seed(seed)
+            show = progress and ranks.rank == 0
+            made._fitted(shard, before, reduce=ranks, progress=show, generator=source)
+        made.training_data = TrainingData()
+    except Exception as error:
+        if not isinstance(error, (DistributedError, EmptyDataError)):  # which all ranks have
+            ranks.meet(error=f"{type(error).__name__}: {error}")
+        raise
+    ranks.meet()
+    posterior.__dict__ = vars(made)
+    return posterior
+
+
+def _agreed(ranks: Ranks, posterior: Posterior, before: Any, generator: torch.Generator | None) -> int:
+    """Rank 0's seed, after all ranks have found that they have the same posterior."""
+    hyperparameters = {name: getattr(posterior, name) for name in ("prior_precision", "prior_mean", "temperature")}
+    own = {
+        "the call": "fit()" if before is None else f"update() after {before.n_data} examples",
+        "class": type(posterior).__name__,
+        "options": repr(posterior.options),
+        "likelihood": str(posterior.likelihood.config()),
+        "backend": str(posterior.backend.config()),
+        "selected parameters": str([(s.name, s.size) for s in posterior.network.selected]),
+        **{name: f"{value.flatten()[:3].tolist()} {digest(value)}" for name, value in hyperparameters.items()},
+        **{f"the tensor {name!r}": text for name, text in fingerprint(posterior.model).items()},
+    }
+    masks = {f"mask of {s.name}": digest(s.mask) for s in posterior.network.selected if s.mask is not None}
+    seed = draw_seed(torch.default_generator if generator is None else generator)
+    reports = ranks.meet((own | masks, seed))
+    for rank, (theirs, _) in enumerate(reports):
+        first = reports[0][0]
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
+                what, got = f"Rank {rank} disagrees with rank 0 on {name}.", str(theirs.get(name))
+                raise DistributedError(what, expected=str(first.get(name)), got=got)
+    return reports[0][1]
