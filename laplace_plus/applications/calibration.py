@@ -23,8 +23,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import scipy

@@ -37,7 +37,6 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from os import PathLike
-from threading import get_ident
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import torch
@@ -95,8 +94,6 @@ def full_precision(method: M) -> M:
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
-        if self.network.kept.get("inside") == get_ident():  # another public method runs
-            return method(self, *args, **keywords)
         checks.generator(keywords.get("generator"))
         with exact_arithmetic(self.network, self._memory_budget):
             return method(self, *args, **keywords)
@@ -323,7 +320,6 @@ class Posterior(ABC):
         mark = network.mark()
         offered = {**options, "before": before, "reduce": reduce, "update": before is not None}
         found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
-        network.kept.pop("mark", None)
         made._mark = made.network.mark()
         if made.network is network and made._mark != mark:
             what, fix = "The network's forward pass writes to its own weights.", "Write to copies of them."
