@@ -172,8 +172,13 @@ def _evaluate(
     def shaped(x: Tensor) -> Tensor:
         return x.reshape((*start.shape[:-1], *x.shape[1:]))
 
-    with_graph, error = space.grow(partial(coordinates, space, f), min(depth, cap), cap, met)
-    now, matvecs = with_graph.detach(), space.operator.matvecs
+    depth = min(depth, cap)
+    while True:
+        with_graph, error = space.evaluated(partial(coordinates, space, f), depth)
+        now, matvecs = with_graph.detach(), space.operator.matvecs
+        if space.complete or depth >= cap or met(now, error):
+            break
+        depth = min(cap, depth + max(4, depth // 4))
     value = result(space, now)
     flat = value.shape
 

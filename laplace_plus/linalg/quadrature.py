@@ -28,27 +28,22 @@ class SpectralSpace(KrylovSpace):
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
         super().__init__(matvec, start, symmetric=True, parameters=parameters)
 
-    def grow(
-        self, evaluate: Callable[[int | None], Tensor], depth: int, cap: int, met: Callable[[Tensor, Tensor], bool]
-    ) -> tuple[Tensor, Tensor]:
-        """Extend the space from a ``depth``, at most to ``cap``, until a result and its errors ``[batch]`` are ``met``.
+    def evaluated(self, evaluate: Callable[[int | None], Tensor], depth: int) -> tuple[Tensor, Tensor]:
+        """A result after ``depth`` steps, and its errors ``[batch]``.
 
-        ``evaluate`` gives the result ``[batch, k]`` at a depth, or at the present one (None). Returns it, and the norm
-        of its change over the last quarter of the steps: zero if the space is invariant, infinite after one step.
+        ``evaluate`` gives the result ``[batch, k]`` at a depth, or at the present one (None). The error is the norm of
+        its change over the last quarter of the steps: zero if the space is invariant, infinite after one step.
         """
-        while True:
-            self.extend(depth)
-            value = evaluate(None)
-            now, error = value.detach(), self.norm.new_zeros(len(value), dtype=torch.float64)
-            if not self.complete:
-                error = error + torch.inf
-                if self.depth > 1:
-                    before = evaluate(max(1, self.depth - max(2, self.depth // 4))).detach()
-                    now = torch.cat([now[:, : before.shape[1]] - before, now[:, before.shape[1] :]], 1)
-                    error = now.norm(dim=-1)
-            if self.complete or depth >= cap or met(value.detach(), error):
-                return value, error
-            depth = min(cap, depth + max(4, depth // 4))
+        self.extend(depth)
+        value = evaluate(None)
+        now, error = value.detach(), self.norm.new_zeros(len(value), dtype=torch.float64)
+        if not self.complete:
+            error = error + torch.inf
+            if self.depth > 1:
+                before = evaluate(max(1, self.depth - max(2, self.depth // 4))).detach()
+                now = torch.cat([now[:, : before.shape[1]] - before, now[:, before.shape[1] :]], 1)
+                error = now.norm(dim=-1)
+        return value, error
 
     def spectrum(self, depth: int | None = None) -> tuple[Tensor, Tensor]:
         """Eigenvalues ``[batch, k]`` and vectors ``[batch, k, k]`` of the leading part of T, in float64.

@@ -1,4 +1,4 @@
-"""Sketches ``Y = A Ω`` of an operator by random vectors: an updatable QR decomposition, and the core ``Ωᵀ A Ω``."""
+"""Sketches ``Y = A Ω`` of an operator by random vectors: a QR decomposition, and the core ``Ωᵀ A Ω``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from laplace_plus.linalg.linear_maps import require_finite
 
 
 class Sketch:
-    """A QR decomposition ``Y = Q R`` of columns ``[k, n]`` to which further blocks of columns are added.
+    """A QR decomposition ``Y = Q R`` of columns ``[m, n]``.
 
     Attributes:
         basis: Q by rows, ``[m, n]``.
@@ -21,22 +21,6 @@ class Sketch:
     def __init__(self, products: Tensor):
         basis, triangle = torch.linalg.qr(products.mT)
         self.basis, self.triangle = basis.mT.contiguous(), triangle.double()
-
-    def extend(self, products: Tensor) -> Tensor:
-        """Add columns ``[k, n]``; returns the new rows of the basis, ``[k, n]``."""
-        m, k = len(self.basis), len(products)
-        inside = products.new_zeros(m, k)
-        for _ in range(2):
-            coefficients = self.basis @ products.mT
-            products = products - coefficients.mT @ self.basis
-            inside = inside + coefficients
-        basis, triangle = torch.linalg.qr(products.mT)
-        above = torch.cat([self.triangle, inside.double()], 1)
-        below = torch.cat([triangle.new_zeros(k, m), triangle], 1).double()
-        self.triangle = torch.cat([above, below])
-        new = basis.mT.contiguous()
-        self.basis = torch.cat([self.basis, new])
-        return new
 
     def leave_one_out(self) -> tuple[Tensor, Tensor, Tensor]:
         """The direction that the range loses without each column.

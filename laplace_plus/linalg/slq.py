@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
+from laplace_plus.linalg.arguments import without_autocast, working_type
 from laplace_plus.linalg.krylov import require_symmetric
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach_one, number_type, require_finite
 from laplace_plus.linalg.probes import Probes, draw_probes
@@ -89,10 +89,6 @@ def slq_trace(
     *,
     probes: int = 10,
     depth: int = 30,
-    tolerance: float | None = None,
-    absolute_tolerance: float = 0.0,
-    cap: int = 100,
-    depth_cap: int = 100,
     batch: int | None = None,
     distribution: Probes = "signs",
     generator: torch.Generator | None = None,
@@ -116,11 +112,6 @@ def slq_trace(
         n: Its size.
         probes: Number of random vectors; two at least for a standard error.
         depth: K, the number of Lanczos steps.
-        tolerance: Add steps and batches of ``probes`` probes until the standard error, and the change over the last
-            quarter of the steps, are below this fraction of the value. None uses the given numbers.
-        absolute_tolerance: With ``tolerance``, an error that is small enough in any case, for values near zero.
-        cap: Limit on the number of probes with a tolerance.
-        depth_cap: Limit on the depth with a tolerance.
         batch: Number of probes multiplied together; all by default.
         distribution: Distribution of the probes; signs have no variance on the diagonal part of f(A).
         generator: Source of the randomness.
@@ -129,8 +120,8 @@ def slq_trace(
         parameters: The tensors to differentiate in.
 
     Returns:
-        ``value`` and ``sem``, 0-d of the vectors' type (float32 for half precision); ``converged`` without a tolerance
-        means that the change over the last quarter of the steps is below the standard error, or is rounding.
+        ``value`` and ``sem``, 0-d of the vectors' type (float32 for half precision); ``converged`` means that
+        the change over the last quarter of the steps is below the standard error, or is rounding.
 
     Raises:
         ConfigurationError: Bad arguments, or an f that is not elementwise.
@@ -142,74 +133,50 @@ def slq_trace(
         >>> round(slq_trace(lambda v: v @ matrix, torch.sqrt, 3).value.item(), 4)
         6.0
     """
-    counts = {"n": n, "probes": probes, "depth": depth, "cap": cap, "depth_cap": depth_cap}
-    for name, count in (counts if batch is None else counts | {"batch": batch}).items():
-        checks.count(name, count)
-    check_tolerances(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
+    batch = probes if batch is None else batch
+    for name, value in (("n", n), ("probes", probes), ("depth", depth), ("batch", batch)):
+        checks.count(name, value)
     checks.choice("probes", distribution, get_args(Probes))
     dtype, device = number_type(matvec, dtype, device)
-    wide, parameters = working_type(dtype), None if parameters is None else tuple(parameters)
-    dense = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
-    like = torch.empty(0, dtype=dtype, device=device)
+    parameters = None if parameters is None else tuple(parameters)
     if probes * depth >= n:
-        return _exact(dense, f, like, 0)
-
-    def small(error: Tensor, value: Tensor) -> bool:
-        assert tolerance is not None
-        return bool(error <= torch.clamp(tolerance * value.abs(), min=absolute_tolerance))
-
-    wanted = probes if tolerance is None else max(probes, cap)
-    samples = bias = torch.empty(0, dtype=torch.float64, device=device)
+        operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
+        return _exact(operator, f, torch.eye(n, dtype=dtype, device=device))
+    samples, changes, matvecs, deepest = [], [], 0, 0
     gradients: tuple[Tensor, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
-    met, matvecs, deepest = False, 0, 0
-    while len(samples) < wanted and not met:
-        target = min(probes * (len(samples) // probes + 1), wanted)
-        count = min(batch or probes, target - len(samples))
-        if tolerance is not None and matvecs + count * depth >= n and n <= cap * depth_cap:
-            return _exact(dense, f, like, matvecs)
+    for first in range(0, probes, batch):
+        count = min(batch, probes - first)
         drawn = draw_probes(distribution, count, n, generator=generator, dtype=dtype, device=device)
         space = SpectralSpace(matvec, drawn, parameters=parameters)
-        new, change = space.grow(
-            partial(space.quadrature, f),
-            depth,
-            depth if tolerance is None else depth_cap,
-            lambda now, change: small(change.mean(), now.mean()),
-        )
-        depth, deepest, tensors = max(depth, space.depth), max(deepest, space.depth), space.operator.tensors
-        samples, bias = torch.cat([samples, new[:, 0]]), torch.cat([bias, change])
+        forms, change = space.evaluated(partial(space.quadrature, f), depth)
+        samples.append(forms[:, 0])
+        changes.append(change)
+        tensors, matvecs, deepest = space.operator.tensors, matvecs + space.operator.matvecs, max(deepest, space.depth)
         if tensors:
-            gradients = add_gradients(gradients, space.parameter_gradients(space.quadrature_gradient(f)))
-        matvecs += space.operator.matvecs
-        mean, sem = samples.detach().mean(), standard_error(samples.detach())
-        met = tolerance is not None and len(samples) == target and small(torch.maximum(sem, bias.mean()), mean)
-    count = len(samples)
-    if tolerance is None:  # the change over the last steps is below the other errors
-        rounding = torch.finfo(wide).eps ** 0.5 * mean.abs()
-        met = bool(bias.mean() <= (torch.maximum(sem, rounding) if count > 1 else rounding))
-    value = attach_one(
-        mean.to(wide), tensors, lambda cotangent: [(cotangent / count * x).to(x.dtype) for x in gradients]
-    )
-    if samples.requires_grad:  # f depends on tensors of its own
-        value = value + (samples.mean() - mean).to(wide)
-    return Estimate(value, sem.to(wide), matvecs, met, count, deepest)
+            new = space.parameter_gradients(space.quadrature_gradient(f))
+            gradients = add_gradients(gradients, new)
+    with_graph, wide = torch.cat(samples), working_type(dtype)
+    mean, sem, bias = with_graph.detach().mean(), standard_error(with_graph.detach()), torch.cat(changes).mean()
+    # the change over the last steps is below the other errors
+    rounding = torch.finfo(wide).eps ** 0.5 * mean.abs()
+    converged = bool(bias <= (torch.maximum(sem, rounding) if probes > 1 else rounding))
+    value = attach_one(mean.to(wide), tensors, lambda x: [(x / probes * y).to(y.dtype) for y in gradients])
+    if with_graph.requires_grad:  # f depends on tensors of its own
+        value = value + (with_graph.mean() - mean).to(wide)
+    return Estimate(value, sem.to(wide), matvecs, converged, probes, deepest)
 
 
-def _exact(operator: LinearMap, f: SpectralFunction, like: Tensor, spent: int) -> Estimate:
-    """The trace from the eigendecomposition of the dense matrix, from products with vectors like the given one."""
-    identity, wide = torch.eye(operator.n).to(like), working_type(like.dtype)
+def _exact(operator: LinearMap, f: SpectralFunction, identity: Tensor) -> Estimate:
+    """The trace from the eigendecomposition of the dense matrix."""
+    wide = working_type(identity.dtype)
     matrix = operator(identity).double()
     require_finite("The operator", matrix)
     require_symmetric(matrix, identity.dtype)
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     with_graph = evaluate(f, values).sum()
-    total, matvecs = with_graph.detach(), operator.matvecs + spent
+    total, matvecs = with_graph.detach(), operator.matvecs
     weights = (vectors * derivative(f, values)) @ vectors.mT if operator.tensors else vectors
-
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return operator.parameter_pullback(identity, cotangent * weights)
-
-    value = attach_one(total.to(wide), operator.tensors, pullback)
+    value = attach_one(total.to(wide), operator.tensors, lambda x: operator.parameter_pullback(identity, x * weights))
     if with_graph.requires_grad:  # f depends on tensors of its own
         value = value + (with_graph - total).to(wide)
     return Estimate(value, torch.zeros_like(value.detach()), matvecs, True)

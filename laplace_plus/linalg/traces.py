@@ -12,18 +12,18 @@ bases held fixed. It is unbiased as well, and takes one batched vector–Jacobia
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from laplace_plus.checks import choice
-from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.estimators import Estimator, Hutchinson, SketchEstimator
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type
-from laplace_plus.linalg.probes import Probes
+from laplace_plus.checks import choice, count
+from laplace_plus.linalg.arguments import without_autocast, working_type
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
+from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.results import Estimate, jackknife, standard_error
 from laplace_plus.linalg.sketches import Sketch, frobenius_norm, symmetric_core
 
@@ -41,9 +41,6 @@ def trace(
     matvecs: int = 60,
     method: TraceMethod = "xtrace",
     distribution: Probes | None = None,
-    tolerance: float | None = None,
-    absolute_tolerance: float = 0.0,
-    cap: int | None = None,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -75,10 +72,6 @@ def trace(
         method: The estimator.
         distribution: Of the probes. By default signs, which have no variance on the diagonal part of A. XTrace and
             XNysTrace take the sphere by default, for which the length of a projected probe can be corrected.
-        tolerance: Add batches of ``matvecs`` products until the standard error is below this fraction of the value.
-            None uses ``matvecs`` products.
-        absolute_tolerance: With ``tolerance``, a standard error that is small enough in any case, for traces near zero.
-        cap: Limit on the number of products with a tolerance; 20 ``matvecs`` by default.
         generator: Source of the randomness.
         dtype: Type of the vectors.
         device: Device of the vectors.
@@ -104,8 +97,10 @@ def trace(
     choice("trace method", method, get_args(TraceMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, parameters=parameters, dtype=dtype)
-    estimator = _ESTIMATORS[method](_dots, operator, distribution, generator, dtype, device)
-    return estimator.run(method, matvecs, cap, tolerance, absolute_tolerance)
+    kind = distribution or ("signs" if method == "hutchinson" else "sphere")
+    source = _Source(operator, kind, generator, dtype, device)
+    ways: dict[str, _Way] = {"xtrace": _xtrace, "xnystrace": _xnystrace, "hutchinson": partial(_hutchinson, _dots)}
+    return _estimate(method, ways[method], _dots, source, matvecs)
 
 
 @without_autocast
@@ -118,9 +113,6 @@ def diagonal(
     rmatvec: Matvec | None = None,
     symmetric: bool = False,
     distribution: Probes = "signs",
-    tolerance: float | None = None,
-    absolute_tolerance: float = 0.0,
-    cap: int | None = None,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -137,10 +129,9 @@ def diagonal(
     to ``∂A/∂θ`` with probes and bases held fixed: unbiased, exact where the value is, and with ``"hutchinson"`` also
     the gradient of the computed value.
 
-    The arguments are those of :func:`trace`, tolerances being compared with norms over the entries. A need be neither
-    symmetric nor definite. ``rmatvec`` is its transpose, where it is not symmetric and torch cannot differentiate
-    through it; with ``symmetric`` XDiag need not differentiate at all. XDiag takes half of ``matvecs`` with A and half
-    with its transpose, at least 4; Hutchinson at least 2.
+    The arguments are those of :func:`trace`. A need be neither symmetric nor definite. ``rmatvec`` is its transpose,
+    where it is not symmetric and torch cannot differentiate through it; with ``symmetric`` XDiag need not differentiate
+    at all. XDiag takes half of ``matvecs`` with A and half with its transpose, at least 4; Hutchinson at least 2.
 
     Returns:
         ``value [n]`` and ``sem [n]``, of the vectors' type (float32 for half precision).
@@ -159,136 +150,173 @@ def diagonal(
     choice("diagonal method", method, get_args(DiagonalMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters, dtype=dtype)
-    kind = _XDiag if method == "xdiag" else Hutchinson
-    estimator = kind(torch.mul, operator, distribution, generator, dtype, device)
-    return estimator.run(method, matvecs, cap, tolerance, absolute_tolerance)
+    source = _Source(operator, distribution, generator, dtype, device)
+    way = _xdiag if method == "xdiag" else partial(_hutchinson, torch.mul)
+    return _estimate(method, way, torch.mul, source, matvecs)
 
 
-class _XTrace(SketchEstimator):
-    kind: Probes = "sphere"
+@dataclass(frozen=True)
+class _Source:
+    """Random vectors, and their products with an operator n × n; ``dtype`` is the type in which it multiplies."""
 
-    @override
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        m, n = self.probes.shape
-        basis, columns, lost = self.range.leave_one_out()
-        core = basis.mT @ (self.range.basis @ self.products.mT).double() @ basis  # H = Qᵀ A Q
-        inside = basis.mT @ (self.range.basis @ self.probes.mT).double()  # W = Qᵀ Ω
-        across = basis.mT @ (self.products @ self.probes.mT).double()  # T = (A Q)ᵀ Ω
-        # The components of wᵢ, tᵢ and rᵢ along sᵢ and s_j; [i, j]: the sample of probe i without the probes i and j,
-        # whose range lacks span(sᵢ, s_j), and without probe i alone on the diagonal.
-        others = 1 - torch.eye(m, dtype=torch.float64, device=core.device)
-        form, lengths = lost.mT @ core @ lost, inside.square().sum(0)
-        along = inside.mT @ lost  # wᵢᵀ s_j
-        pushed = across.mT @ lost - inside.mT @ (core + core.mT) @ lost  # tᵢᵀ s_j − wᵢᵀ H s_j − s_jᵀ H wᵢ
-        constant = (inside * (core @ inside)).sum(0) - (across * inside).sum(0)
-        diagonal, own, single = form.diagonal(), (lost * columns).sum(0), along.diagonal()[:, None]
-        cosine = others * (lost.mT @ lost)
-        apart = (1 - cosine.square()).clamp_min(1e-12)
-        alpha, beta = (single - cosine * along) / apart, others * (along - cosine * single) / apart
-        correction = constant[:, None] + alpha * pushed.diagonal()[:, None] + beta * pushed
-        correction = correction + alpha.square() * diagonal[:, None] + beta.square() * diagonal
-        correction = correction + alpha * beta * (form + form.mT) + alpha * own[:, None]
-        gone = (diagonal[:, None] + others * diagonal - cosine * (form + form.mT)) / apart
-        if self.kind != "signs":  # scale each projected probe to its expected length; unbiased on the sphere
-            sizes = self.probes.square().sum(1, dtype=torch.float64)[:, None]
-            kept, removed = lengths[:, None] - alpha * single - beta * along, (lost != 0).any(0)[:, None] + others
-            correction = correction * (n - len(lost) + removed) / (sizes - kept)
-        samples = core.trace() - gone + correction
-        if len(lost) < m or m < 3:  # a smaller rank: each sample is nearly exact
-            return samples.diagonal().mean(), standard_error(samples.diagonal())
-        return samples.diagonal().mean(), _error(samples.diagonal(), samples)
+    operator: LinearMap
+    kind: Probes
+    generator: torch.Generator | None
+    dtype: torch.dtype
+    device: torch.device
 
-    @override
-    def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-        return _frame(self.kind, self.probes, self.range, cotangent)
+    @property
+    def wide(self) -> torch.dtype:
+        """Type of the recurrences, at least float32."""
+        return working_type(self.dtype)
+
+    def draw(self, m: int) -> Tensor:
+        """Probes ``[m, n]`` in the type of the recurrences, rounded to that of the operator."""
+        n, dtype, device = self.operator.n, self.dtype, self.device
+        return draw_probes(self.kind, m, n, generator=self.generator, dtype=dtype, device=device).to(self.wide)
+
+    def multiply(self, vectors: Tensor, *, transposed: bool = False) -> Tensor:
+        """``A v`` or ``Aᵀ v``, checked for NaN, which later decompositions might hide."""
+        products = self.operator.transposed(vectors) if transposed else self.operator(vectors)
+        require_finite("The estimator", products)
+        return products
 
 
-class _XNysTrace(Estimator):
-    kind: Probes = "sphere"
+_Frame = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Vectors v, u for which ``Σ ⟨u, A v⟩`` is the product of a cotangent and the estimate, with the bases held fixed."""
 
-    @override
-    def add(self, matvecs: int) -> None:
-        probes = self.draw(matvecs)
-        sketch = [self.sketch] if len(self.probes) else []
-        self.sketch = torch.cat([*sketch, self.multiply(probes)])
-        self.probes = torch.cat([self.probes, probes])
+_Way = Callable[[_Source, int], tuple[Tensor, Tensor, Tensor, _Frame]]
+"""From the number of products: the estimate, its standard error, the probes and the frame of the derivative."""
 
-    @override
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        m, n = self.probes.shape
-        eps = torch.finfo(self.dtype).eps
-        norm = frobenius_norm(self.sketch)
-        if norm == 0:
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            return zero, zero
-        # A shift of the size of rounding makes the core positive definite also for a singular operator.
-        shift = eps * norm / n**0.5
-        sketch = self.sketch + shift * self.probes
-        core = (self.probes @ sketch.mT).double()  # Ωᵀ (A + ν) Ω
-        values, vectors = symmetric_core(core, n, norm, eps)
-        values = values.clamp_min(0.1 * shift * n)
-        inverse = (vectors / values) @ vectors.mT
-        root = ((vectors / values.sqrt()).mT.to(self.wide) @ sketch).square().sum(dtype=torch.float64) - shift * n
-        reduced = inverse.to(self.wide) @ sketch
-        gram = (reduced @ reduced.mT).double()
-        own = inverse.diagonal()
-        # Without probe i: the last column of a Cholesky factor, and the Schur complement ωᵢᵀ (A − Âᵢ) ωᵢ =
-        # 1/(core⁻¹)ᵢᵢ. A − Âᵢ annihilates the other probes, so that only the component of ωᵢ orthogonal to them counts.
-        signs = self.kind == "signs"
-        apart = torch.ones_like(inverse) if signs else torch.linalg.inv((self.probes @ self.probes.mT).double())
-        length = apart.diagonal()
-        factor = 1.0 if signs else (n - m + 1) * length
-        samples = root + (factor - gram.diagonal()) / own
-        # The same without the probes i and j.
-        determinant = torch.maximum(own[:, None] * own - inverse.square(), 1e-12 * own[:, None] * own)
-        gone = own * gram.diagonal()[:, None] - 2 * inverse * gram + own[:, None] * gram.diagonal()
-        factors = 1.0 if signs else (n - m + 2) * (length[:, None] - apart.square() / length)
-        return samples.mean(), _error(samples, root + (factors * own - gone) / determinant)
-
-    @override
-    def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-        return _frame(self.kind, self.probes, Sketch(self.sketch), cotangent)
+_FEWEST = {"xtrace": 4, "xdiag": 4}  # other estimators take two products at least
 
 
-class _XDiag(SketchEstimator):
-    transposed = True
+def _estimate(
+    name: str, way: _Way, sample: Callable[[Tensor, Tensor], Tensor], source: _Source, matvecs: int
+) -> Estimate:
+    """An estimate from ``matvecs`` products, or the exact result from n: the sum of samples of the unit vectors."""
+    operator, n = source.operator, count("n", source.operator.n)
+    fewest = _FEWEST.get(name, 2)
+    count("matvecs", matvecs, min(fewest, n), f"{name} needs {fewest}, or n for the exact result.")
+    if matvecs >= n:
+        probes = torch.eye(n, dtype=source.wide, device=source.device)
+        value = sample(probes, source.multiply(probes)).sum(0)
+        sem, used, frame = torch.zeros_like(value), 0, lambda x: (probes, probes * x)
+    else:
+        value, sem, drawn, frame = way(source, matvecs)
+        used = len(drawn)
+    require_finite("The estimator", value)
+    spent = operator.matvecs
+    value = attach_one(value.to(source.wide), operator.tensors, lambda x: operator.parameter_pullback(*frame(x)))
+    return Estimate(value, sem.to(source.wide), spent, True, probes=used)
 
-    @override
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        basis, (change, columns, lost) = self.range.basis, self.range.leave_one_out()
-        to_range = change.mT.to(basis.dtype)
-        captured = (to_range @ basis * (to_range @ self.products)).sum(0)  # diag(Q Qᵀ A)
-        components = (change @ lost).mT.to(basis.dtype)
-        parts, images = components @ basis, components @ self.products  # sᵢ and Aᵀ sᵢ as vectors of length n
-        scaled = (lost * columns).sum(0)[:, None].to(basis.dtype) * self.probes
-        # Without probe i the range lacks the direction sᵢ. Its share of the captured diagonal is subtracted, and the
-        # component of the product with probe i along sᵢ is added.
-        samples = parts * (scaled - images)
-        spread, m = standard_error(samples), len(self.probes)
-        if len(lost) == m > 2:  # with a smaller rank each sample is nearly exact
-            spread = (spread * jackknife(_without_each(lost, parts, images, scaled, samples))).sqrt()
-        return captured + samples.mean(0), spread
 
-    @override
-    def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-        m = len(self.probes)
-        change, _, lost = self.range.leave_one_out()
-        basis = change.mT.to(self.range.basis.dtype) @ self.range.basis
+def _hutchinson(
+    sample: Callable[[Tensor, Tensor], Tensor], source: _Source, matvecs: int
+) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+    """The mean of samples of independent probes."""
+    probes = source.draw(matvecs)
+    samples = sample(probes, source.multiply(probes))
+    return samples.mean(0), standard_error(samples), probes, lambda x: (probes, x * probes / matvecs)
+
+
+def _xtrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+    """Half of the products make a sketch of the range; the others multiply its basis."""
+    probes = source.draw(matvecs // 2)
+    sketch = Sketch(source.multiply(probes))
+    products = source.multiply(sketch.basis)
+    m, n = probes.shape
+    basis, columns, lost = sketch.leave_one_out()
+    core = basis.mT @ (sketch.basis @ products.mT).double() @ basis  # H = Qᵀ A Q
+    inside = basis.mT @ (sketch.basis @ probes.mT).double()  # W = Qᵀ Ω
+    across = basis.mT @ (products @ probes.mT).double()  # T = (A Q)ᵀ Ω
+    # The components of wᵢ, tᵢ and rᵢ along sᵢ and s_j; [i, j]: the sample of probe i without the probes i and j,
+    # whose range lacks span(sᵢ, s_j), and without probe i alone on the diagonal.
+    others = 1 - torch.eye(m, dtype=torch.float64, device=core.device)
+    form, lengths = lost.mT @ core @ lost, inside.square().sum(0)
+    along = inside.mT @ lost  # wᵢᵀ s_j
+    pushed = across.mT @ lost - inside.mT @ (core + core.mT) @ lost  # tᵢᵀ s_j − wᵢᵀ H s_j − s_jᵀ H wᵢ
+    constant = (inside * (core @ inside)).sum(0) - (across * inside).sum(0)
+    diagonal, own, single = form.diagonal(), (lost * columns).sum(0), along.diagonal()[:, None]
+    cosine = others * (lost.mT @ lost)
+    apart = (1 - cosine.square()).clamp_min(1e-12)
+    alpha, beta = (single - cosine * along) / apart, others * (along - cosine * single) / apart
+    correction = constant[:, None] + alpha * pushed.diagonal()[:, None] + beta * pushed
+    correction = correction + alpha.square() * diagonal[:, None] + beta.square() * diagonal
+    correction = correction + alpha * beta * (form + form.mT) + alpha * own[:, None]
+    gone = (diagonal[:, None] + others * diagonal - cosine * (form + form.mT)) / apart
+    if source.kind != "signs":  # scale each projected probe to its expected length; unbiased on the sphere
+        sizes = probes.square().sum(1, dtype=torch.float64)[:, None]
+        kept, removed = lengths[:, None] - alpha * single - beta * along, (lost != 0).any(0)[:, None] + others
+        correction = correction * (n - len(lost) + removed) / (sizes - kept)
+    samples = core.trace() - gone + correction
+    own_samples = samples.diagonal()
+    nearly_exact = len(lost) < m or m < 3  # noqa: PLR2004  # each sample is, where the rank is smaller
+    error = standard_error(own_samples) if nearly_exact else _error(own_samples, samples)
+    return own_samples.mean(), error, probes, partial(_frame, source.kind, probes, sketch)
+
+
+def _xnystrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+    probes = source.draw(matvecs)
+    sketch = source.multiply(probes)
+    m, n = probes.shape
+    eps, norm = torch.finfo(source.dtype).eps, frobenius_norm(sketch)
+    if norm == 0:
+        zero = torch.zeros((), dtype=torch.float64, device=source.device)
+        return zero, zero, probes, lambda x: _frame(source.kind, probes, Sketch(sketch), x)
+    # A shift of the size of rounding makes the core positive definite also for a singular operator.
+    shift = eps * norm / n**0.5
+    shifted = sketch + shift * probes
+    core = (probes @ shifted.mT).double()  # Ωᵀ (A + ν) Ω
+    values, vectors = symmetric_core(core, n, norm, eps)
+    values = values.clamp_min(0.1 * shift * n)
+    inverse = (vectors / values) @ vectors.mT
+    root = ((vectors / values.sqrt()).mT.to(source.wide) @ shifted).square().sum(dtype=torch.float64) - shift * n
+    reduced = inverse.to(source.wide) @ shifted
+    gram = (reduced @ reduced.mT).double()
+    own = inverse.diagonal()
+    # Without probe i: the last column of a Cholesky factor, and the Schur complement ωᵢᵀ (A − Âᵢ) ωᵢ =
+    # 1/(core⁻¹)ᵢᵢ. A − Âᵢ annihilates the other probes, so that only the component of ωᵢ orthogonal to them counts.
+    signs = source.kind == "signs"
+    apart = torch.ones_like(inverse) if signs else torch.linalg.inv((probes @ probes.mT).double())
+    length = apart.diagonal()
+    factor = 1.0 if signs else (n - m + 1) * length
+    samples = root + (factor - gram.diagonal()) / own
+    # The same without the probes i and j.
+    determinant = torch.maximum(own[:, None] * own - inverse.square(), 1e-12 * own[:, None] * own)
+    gone = own * gram.diagonal()[:, None] - 2 * inverse * gram + own[:, None] * gram.diagonal()
+    factors = 1.0 if signs else (n - m + 2) * (length[:, None] - apart.square() / length)
+    error = _error(samples, root + (factors * own - gone) / determinant)
+    return samples.mean(), error, probes, lambda x: _frame(source.kind, probes, Sketch(sketch), x)
+
+
+def _xdiag(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+    """Half of the products make a sketch of the range; the others multiply its basis with the transpose."""
+    probes = source.draw(matvecs // 2)
+    sketch = Sketch(source.multiply(probes))
+    products = source.multiply(sketch.basis, transposed=True)
+    basis, (change, columns, lost) = sketch.basis, sketch.leave_one_out()
+    to_range = change.mT.to(basis.dtype)
+    captured = (to_range @ basis * (to_range @ products)).sum(0)  # diag(Q Qᵀ A)
+    components = (change @ lost).mT.to(basis.dtype)
+    parts, images = components @ basis, components @ products  # sᵢ and Aᵀ sᵢ as vectors of length n
+    scaled = (lost * columns).sum(0)[:, None].to(basis.dtype) * probes
+    # Without probe i the range lacks the direction sᵢ. Its share of the captured diagonal is subtracted, and the
+    # component of the product with probe i along sᵢ is added.
+    samples = parts * (scaled - images)
+    spread, m = standard_error(samples), len(probes)
+    if len(lost) == m > 2:  # with a smaller rank each sample is nearly exact
+        spread = (spread * jackknife(_without_each(lost, parts, images, scaled, samples))).sqrt()
+
+    def frame(cotangent: Tensor) -> tuple[Tensor, Tensor]:
+        kept, weighted = to_range @ basis, cotangent * probes
         average = torch.eye(len(lost), dtype=lost.dtype, device=lost.device) - lost @ lost.mT / m
-        weighted = cotangent * self.probes
-        inside = (basis @ weighted.mT).double()
+        inside = (kept @ weighted.mT).double()
         inside = (inside - lost * (lost * inside).sum(0)).mT.to(basis.dtype)
-        return (
-            torch.cat([cotangent * basis, self.probes]),
-            torch.cat([average.to(basis.dtype) @ basis, (weighted - inside @ basis) / m]),
-        )
+        cotangents = torch.cat([average.to(basis.dtype) @ kept, (weighted - inside @ kept) / m])
+        return torch.cat([cotangent * kept, probes]), cotangents
 
-
-_ESTIMATORS: dict[str, type[Estimator]] = {
-    "hutchinson": Hutchinson,
-    "xtrace": _XTrace,
-    "xnystrace": _XNysTrace,
-}
+    return captured + samples.mean(0), spread, probes, frame
 
 
 def _dots(left: Tensor, right: Tensor) -> Tensor:

@@ -100,7 +100,6 @@ REFUSED = {
         "trace, method": lambda: linalg.trace(times, N, method="exact"),
         "trace, distribution": lambda: linalg.trace(lambda v: v, 300, distribution="uniform"),
         "trace, matvecs": lambda: linalg.trace(lambda v: v, 300, matvecs=3),
-        "trace, cap": lambda: linalg.trace(lambda v: v, 300, tolerance=0.1, cap=10),
         "trace, integers": lambda: linalg.trace(lambda v: v, N, dtype=torch.int64),
         "diagonal, method": lambda: linalg.diagonal(times, N, method="x"),
         "nystrom, rank": lambda: linalg.nystrom(times, N, 1.5),

@@ -124,27 +124,9 @@ class TestTransposes:
 class TestControl:
     matrix = decaying(500) + 0.02 * torch.eye(500, dtype=DTYPE)
 
-    @pytest.mark.parametrize("method", METHODS)
-    def test_batches_are_added_to_the_tolerance(self, method):
-        options = {"matvecs": 20, "method": method, "symmetric": True, "dtype": DTYPE}
-        first = diagonal(lambda v: v @ self.matrix, 500, generator=generator(), **options)
-        tolerance = 0.6 * float(first.sem.norm() / first.value.norm())
-        result = diagonal(lambda v: v @ self.matrix, 500, tolerance=tolerance, generator=generator(), **options)
-        assert result.converged and 20 < result.matvecs < 400
-        assert float(result.sem.norm() / result.value.norm()) <= tolerance
-        assert float((result.value - self.matrix.diagonal()).norm()) < 3 * float(result.sem.norm())
-        capped = diagonal(lambda v: v @ self.matrix, 500, tolerance=1e-14, cap=50, generator=generator(), **options)
-        assert not capped.converged and capped.matvecs == 40
-        everything = diagonal(
-            lambda v: v @ self.matrix, 500, tolerance=1e-14, cap=2000, generator=generator(), **options
-        )
-        torch.testing.assert_close(everything.value, self.matrix.diagonal())
-        assert everything.converged
-
-    def test_the_gradient_with_growing_decompositions(self):
+    def test_the_gradient_is_linear_in_the_operator(self):
         leaf, weight = self.matrix.clone().requires_grad_(), normal(500)
-        options = {"matvecs": 20, "tolerance": 1e-14, "cap": 60, "symmetric": True}
-        result = diagonal(lambda v: v @ leaf, 500, generator=generator(), **options)
+        result = diagonal(lambda v: v @ leaf, 500, matvecs=60, symmetric=True, generator=generator())
         value = result.value @ weight
         (gradient,) = torch.autograd.grad(value, leaf)
         # It is linear in the operator with everything else held fixed, hence consistent with the value.

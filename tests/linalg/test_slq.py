@@ -87,7 +87,7 @@ class TestLogDeterminants:
 
         def gradient(dtype):
             leaf = matrix.to(dtype).requires_grad_()
-            options = {"probes": 1, "depth": 40, "generator": generator(), "cap": 1}
+            options = {"probes": 1, "depth": 40, "generator": generator()}
             result = slq_logdet(lambda v: v @ leaf, n, **options)
             (found,) = torch.autograd.grad(result.value, leaf)
             assert found.dtype == dtype and result.value.dtype == dtype
@@ -130,27 +130,6 @@ class TestLogDeterminants:
         batched = slq_logdet(lambda v: v @ matrix, 400, probes=6, batch=4, generator=generator(1))
         assert batched.probes == 6 and batched.matvecs == 180
         torch.testing.assert_close(batched.value, first, rtol=0.02, atol=0)
-
-    def test_tolerances(self):
-        n = 3000
-        spectrum = torch.logspace(-2, 1, n, dtype=DTYPE)
-        options = {"probes": 3, "depth": 6, "distribution": "gaussian", "tolerance": 0.005, "cap": 90}
-        result = slq_logdet(lambda v: v * spectrum, n, generator=generator(), **options)
-        assert result.converged and result.probes > 3 and result.depth > 6
-        exact = float(spectrum.log().sum())
-        assert float(result.sem) < 0.005 * abs(exact) * 1.2
-        assert abs(float(result.value) - exact) < 4 * 0.005 * abs(exact)
-        capped = slq_logdet(
-            lambda v: v * spectrum, n, generator=generator(), **options | {"tolerance": 1e-4, "cap": 6, "depth_cap": 8}
-        )
-        assert not capped.converged and (capped.probes, capped.depth) == (6, 8)
-
-    def test_a_tolerance_that_costs_as_much_as_the_matrix_gives_the_exact_result(self):
-        spectrum = torch.logspace(-2, 1, 200, dtype=DTYPE)
-        matrix = with_spectrum(spectrum)
-        result = slq_logdet(lambda v: v @ matrix, 200, probes=2, depth=20, tolerance=1e-9, generator=generator())
-        assert float(result.value) == pytest.approx(float(spectrum.log().sum()), rel=1e-10)
-        assert result.sem == 0 and result.converged
 
     def test_too_few_steps_are_reported(self):
         n = 2000
@@ -209,11 +188,5 @@ class TestTracesOfFunctions:
 def test_one_step_does_not_count_as_converged():
     spectrum = torch.linspace(1e-4, 1, 200, dtype=DTYPE)
 
-    def estimate(**options):
-        options = {"probes": 4, "depth": 1, "generator": generator(), "dtype": DTYPE} | options
-        return slq_logdet(lambda x: x * spectrum, 200, **options)
-
-    assert not estimate().converged
-    adaptive = estimate(tolerance=0.05)
-    assert adaptive.converged
-    assert abs(float(adaptive.value - spectrum.log().sum())) < 0.2 * abs(float(spectrum.log().sum()))
+    options = {"probes": 4, "depth": 1, "generator": generator(), "dtype": DTYPE}
+    assert not slq_logdet(lambda x: x * spectrum, 200, **options).converged

@@ -35,11 +35,10 @@ class TestProbes:
     def test_what_a_sketch_loses_without_a_column(self, m, rank, seed):
         n, rank = 12, min(m, rank)
         sketch = normal(n, rank, seed=seed) @ normal(rank, m, seed=seed + 1)
-        grown = Sketch(sketch[:, : (m + 1) // 2].mT)
-        grown.extend(sketch[:, (m + 1) // 2 :].mT)
-        q, r = grown.basis.mT, grown.triangle
+        made = Sketch(sketch.mT)
+        q, r = made.basis.mT, made.triangle
         torch.testing.assert_close(q @ r, sketch, rtol=0, atol=1e-11)
-        basis, columns, lost = grown.leave_one_out()
+        basis, columns, lost = made.leave_one_out()
         assert basis.shape[1] == rank
         torch.testing.assert_close(basis @ columns, r, rtol=0, atol=1e-11)
         for i in range(m):
@@ -201,42 +200,6 @@ class TestControl:
     matrix = semi_definite(500, 400)
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_batches_are_added_to_the_tolerance(self, method):
-        first = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=20, method=method, generator=generator())
-        tolerance = 0.6 * float(first.sem / first.value)
-        options = {"matvecs": 20, "method": method, "tolerance": tolerance}
-        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=generator(), **options)
-        assert result.converged and 20 < result.matvecs < 400 and result.probes > first.probes
-        assert result.sem <= tolerance * result.value
-        assert abs(result.value - self.matrix.trace()) < 4 * result.sem
-
-    @pytest.mark.parametrize("method", METHODS)
-    def test_the_cap(self, method):
-        options = {"matvecs": 20, "method": method, "tolerance": 1e-12, "cap": 70}
-        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=generator(), **options)
-        assert not result.converged and result.matvecs <= 70 and result.sem > 0
-
-    def test_a_tolerance_that_needs_the_matrix(self):
-        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=100, tolerance=1e-12, generator=generator())
-        assert result.converged and result.sem == 0
-        torch.testing.assert_close(result.value, self.matrix.trace())
-
-    def test_the_matrix_is_multiplied_before_the_cap_forbids_it(self):
-        matrix = semi_definite(120)
-        options = {"matvecs": 8, "tolerance": 1e-9, "method": "hutchinson", "generator": generator(), "dtype": DTYPE}
-        result = trace(lambda v: v @ matrix, 120, **options)  # a cap of 160
-        assert result.converged and result.matvecs <= 160
-        torch.testing.assert_close(result.value, matrix.trace())
-        assert not trace(lambda v: v @ matrix, 120, cap=100, **options).converged
-
-    def test_traces_near_zero_have_an_absolute_tolerance(self):
-        signs = torch.ones(400, dtype=DTYPE)
-        signs[::2] = -1
-        options = {"method": "hutchinson", "distribution": "gaussian", "tolerance": 1e-3, "absolute_tolerance": 5.0}
-        result = trace(lambda v: v * signs, 400, generator=generator(), **options)
-        assert result.converged and result.matvecs == 60
-
-    @pytest.mark.parametrize("method", METHODS)
     def test_a_seed_determines_the_estimate(self, method):
         first, second, other = (
             trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, method=method, generator=generator(s)).value
@@ -244,9 +207,10 @@ class TestControl:
         )
         assert first == second != other
 
-    def test_the_gradient_with_growing_decompositions(self):
+    @pytest.mark.parametrize("method", ["xtrace", "hutchinson"])
+    def test_the_gradient_is_linear_in_the_operator(self, method):
         leaf = self.matrix.clone().requires_grad_()
-        result = trace(lambda v: v @ leaf, 500, matvecs=20, tolerance=1e-12, cap=60, generator=generator())
+        result = trace(lambda v: v @ leaf, 500, matvecs=60, method=method, generator=generator())
         assert result.matvecs == 60
         (gradient,) = torch.autograd.grad(result.value, leaf)
         # It is linear in the operator with everything else held fixed, hence consistent with the value.
