@@ -151,10 +151,10 @@ def slq_trace(
         forms, change = space.evaluated(partial(space.quadrature, f), depth)
         samples.append(forms[:, 0])
         changes.append(change)
-        tensors, matvecs, deepest = space.operator.tensors, matvecs + space.operator.matvecs, max(deepest, space.depth)
+        tensors = space.operator.tensors
         if tensors:
-            new = space.parameter_gradients(space.quadrature_gradient(f))
-            gradients = add_gradients(gradients, new)
+            gradients = add_gradients(gradients, space.parameter_gradients(space.quadrature_gradient(f)))
+        matvecs, deepest = matvecs + space.operator.matvecs, max(deepest, space.depth)
     with_graph, wide = torch.cat(samples), working_type(dtype)
     mean, sem, bias = with_graph.detach().mean(), standard_error(with_graph.detach()), torch.cat(changes).mean()
     # the change over the last steps is below the other errors
