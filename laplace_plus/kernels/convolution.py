@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def convolution_factor(
         the inputs' type, at least float32.
 
     Raises:
-        ConfigurationError: Shapes, types or options that do not fit.
+        ConfigurationError: A kernel larger than the image with its padding.
 
     Example:
         >>> image = torch.arange(4.0).reshape(1, 1, 1, 4)
@@ -112,21 +112,12 @@ def convolution_factor(
                  [ 8., 14.,  6.],
                  [ 3.,  6.,  3.]]])
     """
-    axes = _axes(inputs, kernel_size, stride, padding, dilation, groups)
+    axes = _axes(inputs, kernel_size, stride, padding, dilation)
     can_take_lags = len(axes) < 3 and all(axis.stride == 1 for axis in axes)
     size = inputs.shape[1] // groups * math.prod(axis.kernel for axis in axes) + bias
     target = total
     if target is None:
         target = inputs.new_zeros(groups, size, size, dtype=torch.promote_types(inputs.dtype, torch.float32))
-    fits = target.shape == (groups, size, size) and target.device == inputs.device
-    known = method in ("patches", None) or (method == "lags" and can_take_lags)
-    if not known or not fits or target.dtype not in (torch.float32, torch.float64):
-        raise ConfigurationError(
-            "The method or the total does not fit the convolution.",
-            expected='"patches", or "lags" for stride 1 and up to two axes of space; a total '
-            f"[{groups}, {size}, {size}] of float32 or float64 on {inputs.device}",
-            got=f"{method!r}; a total {list(target.shape)} of {target.dtype} on {target.device}",
-        )
     image = inputs.detach()
     if not inputs.numel():
         return target
@@ -142,27 +133,17 @@ def convolution_factor(
     return symmetrize_(target) if total is None else target
 
 
-def _axes(
-    inputs: Tensor, kernel_size: Extent, stride: Extent, padding: Padding, dilation: Extent, groups: int
-) -> tuple[Axis, ...]:
-    """The axes of space, checked."""
+def _axes(inputs: Tensor, kernel_size: Extent, stride: Extent, padding: Padding, dilation: Extent) -> tuple[Axis, ...]:
+    """The axes of space; ConfigurationError where the settings leave no output position."""
     space = inputs.ndim - 2
     given: tuple[Any, ...] = (kernel_size, stride, dilation, padding)
     columns = [list(x) if isinstance(x, Sequence) else [x] * space for x in given]
-    fits = space in (1, 2, 3) and inputs.is_floating_point() and groups >= 1 and inputs.shape[1] % groups == 0
-    if fits and all(len(column) == space for column in columns):
-        pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in columns.pop()]
-        axes = tuple(map(Axis, inputs.shape[2:], *columns, pairs))
-        if min(*chain(*columns), *(1 + min(pair) for pair in pairs)) >= 1 and min(x.positions for x in axes) >= 1:
-            return axes
-    raise ConfigurationError(
-        "The settings do not fit the convolution.",
-        expected="floating-point inputs [N, C, *space] with one to three axes; a divisor of C as groups; a number for "
-        "each axis, padding ≥ 0 and the others ≥ 1; a kernel no larger than the image with its padding",
-        got=f"{list(inputs.shape)} of {inputs.dtype}, kernel_size={kernel_size}, stride={stride}, padding={padding!r}, "
-        f"dilation={dilation}, groups={groups}",
-        fix='Take the numbers that the module itself uses: padding="same" is (kernel_size − 1)·dilation in all.',
-    )
+    pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in columns.pop()]
+    axes = tuple(map(Axis, inputs.shape[2:], *columns, pairs))
+    if min(axis.positions for axis in axes) < 1:
+        what, expected = "The kernel does not fit into the image.", "a kernel no larger than the image with its padding"
+        raise ConfigurationError(what, expected=expected, got=f"{list(inputs.shape)}, kernel_size={kernel_size}")
+    return axes
 
 
 def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:

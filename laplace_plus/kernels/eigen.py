@@ -21,8 +21,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import CACHE_BYTES, require_room
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import NonFiniteError
 from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import all_finite, is_serial
 
@@ -44,19 +43,11 @@ def symmetric_eigen(matrix: Tensor, driver: str = "evd") -> Eigen:
         as columns, ``[..., n, n]``. They have the matrix's type, at least float32.
 
     Raises:
-        ConfigurationError: Not square floating matrices; or a given budget that does not hold the solver's 3 or 4 more.
         NonFiniteError: The matrix has NaN or infinite entries.
     """
-    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.is_floating_point():
-        what, expected = "symmetric_eigen decomposes square matrices.", "[..., n, n], floating point"
-        raise ConfigurationError(what, expected=expected, got=f"{list(matrix.shape)} of {matrix.dtype}")
     n, dtype = matrix.shape[-1], torch.promote_types(matrix.dtype, torch.float32)
     if matrix.numel() == 0:
         return matrix.new_empty(matrix.shape[:-1], dtype=dtype), matrix.new_empty(matrix.shape, dtype=dtype)
-    batch, serial = matrix.numel() // n**2, n >= _SCIPY_FROM and is_serial() and not matrix.is_cuda
-    room = (8 * (batch + 2 if serial else 2 * batch + 2) - batch * dtype.itemsize) * n**2
-    if room > 16 * CACHE_BYTES:
-        require_room(room, f"the eigendecomposition of a factor with {n:,} rows", matrix.device, if_given=True)
     lower = matrix.detach().to(torch.float64, copy=True).reshape(-1, n, n).tril_()
     require_finite(lower)
     used = (lower != 0).any(0)
@@ -71,7 +62,8 @@ def symmetric_eigen(matrix: Tensor, driver: str = "evd") -> Eigen:
             raise
         return symmetric_eigen(matrix, "ev")
     if part:
-        found, values, vectors = (values, vectors), lower.new_zeros(batch, n), lower.new_zeros(batch, n, n)
+        found, batch = (values, vectors), len(lower)
+        values, vectors = lower.new_zeros(batch, n), lower.new_zeros(batch, n, n)
         vectors[:, zeros, torch.arange(len(zeros), device=zeros.device)] = 1
         values[:, len(zeros) :], vectors[:, keep, len(zeros) :] = found
     # Row by row, as a checkpoint holds them: products of a loaded posterior are rounded alike.

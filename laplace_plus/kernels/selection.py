@@ -32,7 +32,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, warn
+from laplace_plus import checks
+from laplace_plus.errors import warn
 
 Mode = Literal["auto", "reference", "triton"]
 
@@ -54,11 +55,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 def mode() -> Mode:
     """The choice in force: the innermost :func:`use`, else ``LAPLACE_PLUS_KERNELS``, else ``"auto"``."""
     value = _mode.get() or os.environ.get("LAPLACE_PLUS_KERNELS", "auto")
-    if value not in get_args(Mode):
-        what = "Unknown choice of kernels."
-        fix = "Pass one of them to use(), or set LAPLACE_PLUS_KERNELS to it."
-        raise ConfigurationError(what, expected=" or ".join(map(repr, get_args(Mode))), got=repr(value), fix=fix)
-    return cast(Mode, value)
+    return cast(Mode, checks.choice("choice of kernels (use() or LAPLACE_PLUS_KERNELS)", value, get_args(Mode)))
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import scipy
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, size_class, triton_kernels
 
 _SYRK_FROM = 128
@@ -43,21 +42,12 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
     Returns:
         ``total``.
 
-    Raises:
-        ConfigurationError: Shapes, types or devices that do not fit.
-
     Example:
         >>> total = symmetric_update(torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         >>> symmetrize_(total)
         tensor([[10., 14.],
                 [14., 20.]])
     """
-    types_fit = total.dtype in (torch.float32, torch.float64) and rows.is_floating_point()
-    shapes_fit = total.ndim in (2, 3) and total.shape == (*rows.shape[:-2], *rows.shape[-1:] * 2)
-    if not types_fit or not shapes_fit or rows.device != total.device:
-        expected = "a total [d, d] of float32 or float64 and rows [N, d], or [G, d, d] and [G, N, d], on one device"
-        got = f"{list(total.shape)} of {total.dtype} on {total.device}, {list(rows.shape)} of {rows.dtype}"
-        raise ConfigurationError("The rows do not fit the total.", expected=expected, got=got)
     if total.numel() == 0 or rows.numel() == 0:
         return total
     target, x = total.detach(), rows.detach()
@@ -81,9 +71,6 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
 def symmetrize_(total: Tensor) -> Tensor:
     """Copy the lower triangle of matrices ``[..., d, d]`` onto the upper one, in place: symmetric to the bit."""
     size = total.shape[-1]
-    if total.ndim < 2 or total.shape[-2] != size:
-        message = "Only square matrices have two triangles."
-        raise ConfigurationError(message, expected="[..., d, d]", got=str(list(total.shape)))
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         total[..., start:stop, stop:] = total[..., stop:, start:stop].mT

@@ -94,14 +94,6 @@ def test_one_and_three_axes_of_space() -> None:
     torch.testing.assert_close(weight.flatten(1) @ factor @ weight.flatten(1).T, squares)
 
 
-def test_no_patches_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lags never unfold; large images of 64 channels take them."""
-    x = images(2, 32, 20, 20, dtype=torch.float32)
-    expected = convolution_factor(x, 3, padding=1, method="patches")
-    monkeypatch.setattr(F, "unfold", lambda *_args, **_options: pytest.fail("unfolded"))
-    torch.testing.assert_close(convolution_factor(x, 3, padding=1), expected, rtol=1e-4, atol=1e-3)
-
-
 def test_nan_stays_visible() -> None:
     x = images(2, 16, 16, 16)
     x[1, 3, 8, 8] = float("nan")
@@ -112,32 +104,3 @@ def test_nan_stays_visible() -> None:
 
 def test_empty_batch() -> None:
     assert not convolution_factor(torch.empty(0, 2, 5, 5), 3, bias=True).any()
-
-
-@pytest.mark.parametrize(
-    ("shape", "kernel", "options"),
-    [
-        ((2, 3), 3, {}),
-        ((2, 3, 5, 5), 7, {}),
-        ((2, 3, 5, 5), (3, 3, 3), {}),
-        ((2, 3, 5, 5), 0, {}),
-        ((2, 3, 5, 5), 3, {"stride": 0}),
-        ((2, 3, 5, 5), 3, {"padding": -1}),
-        ((2, 3, 5, 5), 3, {"padding": "same"}),
-        ((2, 3, 5, 5), 3, {"groups": 2}),
-        ((2, 3, 5, 5), 3, {"method": "fft"}),
-        ((2, 3, 5, 5, 5), 3, {"method": "lags"}),
-        ((2, 3, 5, 5), 3, {"method": "lags", "stride": 2}),
-        ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 5, 5)}),
-        ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 27, 27, dtype=torch.float16)}),
-        ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 27, 27, device="meta")}),
-    ],
-)
-def test_what_does_not_fit_is_refused(shape: tuple, kernel: object, options: dict) -> None:
-    with pytest.raises(ConfigurationError):
-        convolution_factor(torch.zeros(shape), kernel, **options)
-
-
-def test_integers_are_refused() -> None:
-    with pytest.raises(ConfigurationError):
-        convolution_factor(torch.zeros(1, 1, 3, 3, dtype=torch.int32), 3)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import orthogonalize, three_term_update
 
 
@@ -43,8 +42,6 @@ def test_twice_is_enough() -> None:
     again, second = orthogonalize(basis, once, passes=1)
     torch.testing.assert_close(again, rest, rtol=0, atol=1e-24)
     torch.testing.assert_close(first + second, coefficients, rtol=1e-15, atol=0)
-    with pytest.raises(ConfigurationError, match="once or twice"):
-        orthogonalize(basis, vector, passes=3)
 
 
 def test_lanczos_recurrence_of_a_matrix() -> None:
@@ -81,32 +78,3 @@ def test_nan_stays_visible() -> None:
     basis = torch.eye(4, dtype=torch.float64)[2:]
     assert torch.isnan(orthogonalize(basis, vector)[0]).any()
     assert torch.isnan(three_term_update(vector, basis[0], None, None)[2])
-
-
-@pytest.mark.parametrize(
-    ("basis", "vector"),
-    [
-        (torch.zeros(3, 4), torch.zeros(5)),
-        (torch.zeros(2, 3, 4), torch.zeros(4)),
-        (torch.zeros(2, 3, 4), torch.zeros(3, 4)),
-        (torch.zeros(4), torch.zeros(4)),
-        (torch.zeros(3, 4), torch.zeros(4, dtype=torch.float64)),
-        (torch.zeros(3, 4).half(), torch.zeros(4).half()),
-    ],
-)
-def test_what_does_not_fit_is_refused(basis: torch.Tensor, vector: torch.Tensor) -> None:
-    with pytest.raises(ConfigurationError):
-        orthogonalize(basis, vector)
-
-
-def test_terms_that_do_not_fit_are_refused() -> None:
-    vector = torch.zeros(2, 4)
-    for current, previous, beta in (
-        (torch.zeros(4), None, None),
-        (vector, vector, None),
-        (vector, None, torch.zeros(2)),
-        (vector, vector, torch.zeros(3)),
-        (vector.double(), None, None),
-    ):
-        with pytest.raises(ConfigurationError):
-            three_term_update(vector, current, previous, beta)

@@ -88,21 +88,6 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert selection.time_candidate("torch", too_large) == float("inf")
 
 
-class Timeout(Exception):
-    """What a signal's handler may raise."""
-
-
-@pytest.mark.parametrize("error", [Timeout, TimeoutError])
-def test_an_interruption_is_no_failure_of_a_kernel(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def interrupted() -> None:
-        raise error
-
-    with pytest.raises(error):
-        selection.time_candidate("triton", interrupted)
-
-
 def test_no_triton_without_its_device() -> None:
     for choice in ("auto", "reference", "triton"):
         with selection.use(choice):
