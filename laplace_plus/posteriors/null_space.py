@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Backend
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
-from laplace_plus.posteriors.projection.noise import ProjectedNoisePosterior
+from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.training_data import require_restartable
@@ -156,20 +154,18 @@ class NullSpace(ProjectedNoisePosterior):
         projector: str | ProjectionMethod | dict[str, Any] = "auto",
         n_samples: int = 30,
         chunk_size: int = 16,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
-        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common_arguments(locals()))
+        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common)
 
     @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> NoiseState:
         require_restartable(data, WHY)
-        self.n_data, self.n_outputs, _ = survey(self, data)
-        self._fit_noise(self.network, data, draw_seed(generator), progress=progress)
+        n_data, n_outputs, _ = survey(self, data)
+        noise = self._fit_noise(self.network, data, draw_seed(generator), progress=progress)
+        return NoiseState(self.network.vector(), n_data, n_outputs, noise)
 
     @property
     def null_space_dimension(self) -> Estimate:

@@ -307,7 +307,6 @@ def test_other_solvers_are_refused(solver):
         (SGDSolver, {"learning_rate": -1.0}),
         (SGDSolver, {"learning_rate": math.inf}),
         (SGDSolver, {"clip": 0.0}),
-        (SGDSolver, {"average": 1.5}),
     ],
 )
 def test_options_out_of_range_are_refused(kind, options):

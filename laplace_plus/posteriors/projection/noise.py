@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from laplace_plus import checks, kernels
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
@@ -20,15 +19,23 @@ from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.configuration import option_config, resolve_option
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
+from laplace_plus.posteriors.state import State
 
 _TOGETHER = 8
 """Vectors that are projected together: products share their passes, and LSMR takes ten vectors of memory for each."""
 
 
+stored(Estimate)
+for _method in PROJECTORS.values():
+    stored(_method)
+
+
+@stored
 @dataclass(frozen=True)
 class NoiseReport:
     """How the projections of the stored noise ended.
@@ -59,6 +66,7 @@ class NoiseReport:
             )
 
 
+@stored
 @dataclass(frozen=True)
 class ProjectedNoise:
     """``ε = null_space + range`` for k standard normal vectors ε, both ``[k, P]``.
@@ -132,6 +140,14 @@ def range_dimension(
     return Estimate(value, (2 * value / len(squares)).sqrt(), 0, converged, len(squares))
 
 
+@stored
+@dataclass(frozen=True)
+class NoiseState(State):
+    """What a fit to projected noise finds."""
+
+    noise: ProjectedNoise
+
+
 class ProjectedNoisePosterior(SampleBased):
     """A Gaussian whose draws are projected noise, with one prior precision for the whole null space.
 
@@ -141,8 +157,6 @@ class ProjectedNoisePosterior(SampleBased):
     one_precision = True
     keeps_range: ClassVar[bool]
     """Whether the noise's component in the range is kept beside that in the null space."""
-
-    _noise: ProjectedNoise | None = None
 
     def __init__(
         self,
@@ -161,17 +175,12 @@ class ProjectedNoisePosterior(SampleBased):
         self.rows: Rows = checks.choice("rows", rows or default, ("logit", "ggn", "loss"))
         self._ad_modes = ADModes()
 
-    @override
-    def options(self) -> dict[str, Any]:
-        projector = option_config(self.projector, PROJECTORS)
-        return {"rows": self.rows, "projector": projector, "n_samples": self.n_samples, "chunk_size": self.chunk_size}
-
     @property
     def noise(self) -> ProjectedNoise:
         """The projected noise; :class:`NotFittedError` before :meth:`fit`."""
         self.require_fit()
-        assert self._noise is not None
-        return self._noise
+        found: ProjectedNoise = self.state.noise
+        return found
 
     @property
     def report(self) -> NoiseReport:
@@ -179,14 +188,14 @@ class ProjectedNoisePosterior(SampleBased):
         return self.noise.report
 
     def _fit_noise(self, center: Network, data: Iterable[Any], seed: int, *, progress: bool) -> ProjectedNoise:
-        """Noise for the rows at a network's weights, which become the mean."""
+        """Noise for the rows at a network's weights."""
         rows = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
         options: dict[str, Any] = {"keep_range": self.keeps_range, "progress": progress}
         noise = project_noise(rows, self.projector, self.n_samples, seed, **options)
         if not float(noise.report.rank.value) > 0:
             raise self.zero_curvature()
         noise.report.warn_unless_converged()
-        self._noise, self._vector, self._ad_modes = noise, center.vector(), ADModes()
+        self._ad_modes = ADModes()
         return noise
 
     def squared_distance(self, mean: Tensor) -> Tensor:
@@ -195,18 +204,3 @@ class ProjectedNoisePosterior(SampleBased):
         if not found > 0:
             raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ − μ‖ = 0")
         return found
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        noise, report = self.noise, self.report
-        tensors = {name: getattr(report, name) for name in ("residual", "iterations", "converged")}
-        tensors["rank"] = torch.stack([report.rank.value, report.rank.sem]).cpu()
-        tensors |= {"null_space": noise.null_space, "range": noise.range}
-        return {"ignored_rows": report.ignored_rows}, tensors
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        (value, sem), converged = tensors["rank"].cpu(), tensors["converged"].bool()
-        rank = Estimate(value, sem, 0, bool(converged.all()), len(converged) if sem > 0 else 0)
-        report = NoiseReport(tensors["residual"], tensors["iterations"], converged, rank, header["ignored_rows"])
-        self._noise, self._vector = ProjectedNoise(tensors["null_space"], tensors["range"], report), tensors["vector"]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.linalg.results import jackknife, standard_error
+from laplace_plus.persistence import stored
 from laplace_plus.tuning.objective import updated_precision
 
 Estimator = Literal["ratio", "function", "weight"]
@@ -110,6 +111,7 @@ def mackay_steps(precision: Tensor, effective: Tensor, size: Tensor, squares: Te
     return (effective.clamp_min(_LEAST).minimum(size) / (precision * squares).clamp_min(_TINY)).log()
 
 
+@stored
 @dataclass(frozen=True)
 class SamplingReport:
     """How accurate the samples are, and the effective dimensions that they give.

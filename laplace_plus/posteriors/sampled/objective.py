@@ -37,6 +37,7 @@ from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors.sampled.effective_dimension import group_sums
 
 Rows = Callable[[Tensor], Tensor]
@@ -51,6 +52,7 @@ _POWER_ITERATIONS = 8
 :meth:`PriorUnits.learning_rate` adds a fifth."""
 
 
+@stored
 @dataclass(frozen=True)
 class Draws:
     """The noise that makes a solution a sample, ``[k, P]`` each: drawn once, for any prior and any weight of the data.
@@ -108,9 +110,7 @@ class TangentCurvature(GGNOperator):
         total = torch.zeros(self.shape[1], dtype=self.dtype, device=self.device)
         with exact_arithmetic(self.network), torch.no_grad():
             for line, noise in self._output_noise("diagonal", count, generator):
-                for cotangent in noise:
-                    pulled = line.pull.one(cotangent)
-                    total.addcmul_(pulled, pulled, value=1 / count)
+                total += line.pull(noise).square().mean(0)
         return total
 
     def _output_noise(

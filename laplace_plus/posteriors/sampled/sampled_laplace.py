@@ -8,7 +8,7 @@ application to linearised Laplace", 2023. See ``objective`` for the linear syste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Backend, Native
+from laplace_plus.curvature import Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.linearization import ADModes
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.configuration import full_precision, resolve_option
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
@@ -33,6 +33,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
+from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
@@ -42,8 +43,9 @@ __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 WHY = "Samples of the posterior come from many passes over the data."
 
 
+@stored
 @dataclass(frozen=True)
-class SampledState:
+class SampledState(State):
     """What a fit keeps: its draws, and the samples at some hyperparameters.
 
     Attributes:
@@ -110,34 +112,24 @@ class SampledLaplace(SampleBased):
         n_samples: int = 6,
         solver: Any = "cg",
         chunk_size: int = CHUNK_SIZE,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
         self.n_samples, self.chunk_size = checks.count("n_samples", n_samples), checks.count("chunk_size", chunk_size)
         self.solver = resolve_option("solver", solver, SOLVERS)
-        super().__init__(model, likelihood, **common_arguments(locals()))
+        super().__init__(model, likelihood, **common)
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
             got = f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}"
             raise UnsupportedError("SampledLaplace needs the native GGN.", expected='backend="native"', got=got)
-        self._state: SampledState | None = None
         self._ad_modes = ADModes()
 
     @override
-    def options(self) -> dict[str, Any]:
-        solver = option_config(self.solver, SOLVERS)
-        return {"n_samples": self.n_samples, "solver": solver, "chunk_size": self.chunk_size}
-
-    @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> SampledState:
         require_restartable(data, WHY)
         if self.likelihood.n_noise > 1:
             fix = "Use lp.Gaussian() with a single noise_std."
             raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
-        next(self.batches(data))  # which looks whether the outputs are random
         problem = TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
         own, k = problem.curvature, self.n_samples
         prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)
@@ -145,20 +137,18 @@ class SampledLaplace(SampleBased):
         checks.finite("The sum of the data's gradients", draws.data, "Look for NaN and infinities in the data.")
         if not bool(draws.data.any()):
             raise self.zero_curvature()
-        self._vector, self.tangent_mean, self._ad_modes = self.network.vector(), None, ADModes()
-        self.n_data, self.n_outputs = own.n_data, own.n_classes
-        self._state = self._solved(problem, draws, None, progress=progress)
+        self.tangent_mean, self._ad_modes = None, ADModes()
+        solution = self._solution(self._solved(problem, draws, None, progress=progress))
+        return SampledState(self.network.vector(), own.n_data, own.n_classes, draws, own.data_sum, **solution)
 
-    def _solved(
-        self, problem: TangentProblem, draws: Draws, start: Tensor | None, *, progress: bool = False
-    ) -> SampledState:
+    def _solved(self, problem: TangentProblem, draws: Draws, start: Tensor | None, *, progress: bool = False) -> Solved:
         """The draws' samples at the present hyperparameters."""
         system = PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
         description = f"{type(self).__name__}: samples"
-        solved = problem.solve(system, draws, start, progress=progress, description=description)
-        return self._with_samples(draws, solved, problem.curvature.data_sum)
+        return problem.solve(system, draws, start, progress=progress, description=description)
 
-    def _with_samples(self, draws: Draws, solved: Solved, data_sum: float) -> SampledState:
+    def _solution(self, solved: Solved) -> dict[str, Any]:
+        """What a solve at the present hyperparameters changes in the state."""
         if not solved.converged:
             what = (
                 f"The samples' residuals are up to {float(solved.residual.max()):.2g} after {solved.iterations} passes "
@@ -169,7 +159,8 @@ class SampledLaplace(SampleBased):
         size = torch.bincount(self.network.layer_index(), minlength=len(self.network.layers))
         forms = solved.forms(self.network.layer_index(), len(size))
         report = SamplingReport(solved.residual, solved.iterations, solved.converged, *forms, size)
-        return SampledState(draws, data_sum, solved.z, self.prior().vector().detach().clone(), self._weight(), report)
+        precision = self.prior().vector().detach().clone()
+        return {"samples": solved.z, "precision": precision, "weight": self._weight(), "report": report}
 
     def _weight(self) -> float:
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
@@ -189,27 +180,25 @@ class SampledLaplace(SampleBased):
             ConvergenceWarning: A residual exceeds the tolerance.
         """
         self.require_fit()
-        assert self._state is not None
-        self._state = self._solved(self.problem(data), self._state.draws, self._state.samples, progress=progress)
+        solved = self._solved(self.problem(data), self.state.draws, self.state.samples, progress=progress)
+        self._found = replace(self.state, **self._solution(solved))
         return self
 
     def problem(self, data: Iterable[Any] | None) -> TangentProblem:
         """The linear systems of the training data, by default those that :meth:`fit` saw; DataError for others."""
         data = self.training_data.again(data, WHY)
         found = TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
-        assert self._state is not None
         now = found.curvature.n_data, found.curvature.data_sum
-        require_same_data("the fit", (self.n_data, self._state.data_sum), now)
+        require_same_data("the fit", (self.n_data, self.state.data_sum), now)
         return found
 
     def solved_state(self) -> SampledState:
         """The state with samples at the present hyperparameters, which are solved for where these have changed."""
         self.require_fit()
-        assert self._state is not None
         precision = self.prior().vector().detach()
-        if self._state.weight != self._weight() or not torch.equal(self._state.precision.to(precision), precision):
+        if self.state.weight != self._weight() or not torch.equal(self.state.precision.to(precision), precision):
             self.solve()
-        return self._state
+        return self.state
 
     @override
     def _deviations(self) -> Tensor:
@@ -217,9 +206,9 @@ class SampledLaplace(SampleBased):
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:
-        assert isinstance(result, SampledTuningResult) and self._state is not None
+        assert isinstance(result, SampledTuningResult)
         super().apply_tuning(result)
-        self._state = self._with_samples(self._state.draws, result.solved, self._state.data_sum)
+        self._found = replace(self.state, **self._solution(result.solved))
 
     @property
     def report(self) -> SamplingReport:
@@ -246,18 +235,3 @@ class SampledLaplace(SampleBased):
             self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
         )
         return (mean, deviations) if self.tangent_mean is None else (mean + deviations[-1], deviations[:-1])
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        state = self.solved_state()
-        both = vars(state) | vars(state.report) | {"draws." + name: value for name, value in vars(state.draws).items()}
-        numbers = {name: value for name, value in both.items() if isinstance(value, bool | int | float)}
-        tensors = {name: value for name, value in both.items() if isinstance(value, Tensor)} | {"vector": self.mean}
-        return numbers, tensors if self.tangent_mean is None else {**tensors, "tangent_mean": self.tangent_mean}
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self._vector, self.tangent_mean = tensors["vector"], tensors.get("tangent_mean")
-        own: dict[str, Any] = {**header, **tensors, "draws": Draws(tensors["draws.prior"], tensors["draws.data"])}
-        own["report"] = SamplingReport(**{one.name: own[one.name] for one in fields(SamplingReport)})
-        self._state = SampledState(**{one.name: own[one.name] for one in fields(SampledState)})

@@ -77,14 +77,12 @@ class SampledTuningResult(TuningResult):
     """What tuning by samples found, and how it ended; its ``value`` is NaN, as samples do not tell the evidence.
 
     Attributes:
-        structure: Which entries share a precision.
         residual: That of the last step. Converged means that it was below the tolerance, and that all solves and optima
             met theirs.
         steps: All updates.
         solved: The samples at these hyperparameters, and how their solve ended.
     """
 
-    structure: str
     residual: float
     steps: tuple[TuningStep, ...]
     solved: Solved = field(repr=False)
@@ -199,7 +197,6 @@ class Alternation:
         one, scaled = options.structure == "scalar", options.scaling is not None
         return SampledTuningResult(
             method=options.method,
-            structure=self._groups.name,
             prior_precision=self._entries(precision) if scaled else precision[0] if one else precision,
             groups=None if one else self._groups,
             noise_std=noise,

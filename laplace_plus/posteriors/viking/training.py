@@ -29,13 +29,14 @@ from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.projection.batch_rows import BatchRows
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
-from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
+from laplace_plus.posteriors.projection.rows import BatchRows, NullSpaceRows, Rows
 from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, mirrored, of_networks
 
 
+@stored
 @dataclass(frozen=True)
 class ELBOTraining:
     """How the mean is trained.

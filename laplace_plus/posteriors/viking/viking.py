@@ -6,7 +6,7 @@ See :mod:`laplace_plus.posteriors.viking.elbo` for the family, its divergence an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple
+from dataclasses import astuple, dataclass, replace
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.network import Network
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments, full_precision, resolve_option
-from laplace_plus.posteriors.projection.noise import ProjectedNoisePosterior
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.configuration import full_precision, resolve_option
+from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import survey
@@ -43,6 +42,16 @@ AFFORDABLE = 1e11
 """Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""
 
 WHY = "The evidence lower bound passes over the data again and again."
+
+
+@stored
+@dataclass(frozen=True)
+class VIKINGState(NoiseState):
+    """What a fit finds besides the prior precision: σ_im, the bound's terms at each step, and a sum over the data."""
+
+    image_std: float
+    history: Tensor
+    data_sum: float
 
 
 class VIKING(ProjectedNoisePosterior):
@@ -116,12 +125,7 @@ class VIKING(ProjectedNoisePosterior):
         scale_iterations: int = 100,
         n_samples: int = 30,
         chunk_size: int = 16,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
         if isinstance(mode, dict):
             mode = {"name": "train", **mode}
@@ -132,32 +136,20 @@ class VIKING(ProjectedNoisePosterior):
         self.kl_weight = checks.positive("kl_weight", kl_weight)
         self._first_image_std = checks.positive("image_std", image_std)
         self.scale_iterations = checks.count("scale_iterations", scale_iterations)
-        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common_arguments(locals()))
+        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common)
         self._first_precision = self._learnt_precision = self._prior_precision
-        self._image_std: Tensor | None = None
-        self._history: list[ELBOTerms] = []
-        self._data_sum = 0.0
 
     @override
-    def options(self) -> dict[str, Any]:
-        return {
-            "mode": "post_hoc" if self.training is None else {"name": "train", **asdict(self.training)},
-            "expectation": self.expectation,
-            "kl_weight": self.kl_weight,
-            "image_std": self._first_image_std,
-            "scale_iterations": self.scale_iterations,
-            **super().options(),
-        }
-
-    @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> VIKINGState:
         require_restartable(data, WHY)
         if not torch.equal(self._prior_precision, self._learnt_precision):  # the caller has set it since
             self._first_precision = self._prior_precision
-        self.n_data, self.n_outputs, sums = survey(self, data)
-        self._data_sum, seed = float(sums[0]), draw_seed(generator)
+        n_data, n_outputs, sums = survey(self, data)
+        seed, center, history = draw_seed(generator), self.network, []
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
-        elbo, center, history = self._elbo(data), self.network, []
+        elbo = self._elbo(data, n_data)
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
             warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
@@ -165,16 +157,18 @@ class VIKING(ProjectedNoisePosterior):
             theta, logs, history = training.run(logs, seed, progress=progress)
             center = MovedNetwork(self.network, theta)
         self.squared_distance(center.vector())  # at zero the bound has no optimum
-        bound = BoundAtMean(elbo, center, self._fit_noise(center, data, seed, progress=progress), self.n_outputs)
+        noise = self._fit_noise(center, data, seed, progress=progress)
+        bound = BoundAtMean(elbo, center, noise, n_outputs)
         logs, converged = bound.maximise(logs, self.scale_iterations, history)
-        alpha, self._image_std = logs.exp()
-        self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
-        self._history = history
         _warn_unless_converged(converged)
+        alpha, image_std = logs.exp()
+        self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
         size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
-        few = (self.n_data * self.n_outputs + size) * size**2 <= AFFORDABLE
+        few = (n_data * n_outputs + size) * size**2 <= AFFORDABLE
         if self.training is not None and self.likelihood.is_classifier and few:
             self._warn_of_loss(bound, logs, data)
+        steps = torch.tensor([astuple(terms) for terms in history], dtype=torch.float64)
+        return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), steps, float(sums[0]))
 
     def _warn_of_loss(self, bound: BoundAtMean, logs: Tensor, data: Iterable[Any]) -> None:
         """Leave out training data, under the prior with which the weights are nearest to a mode, as the network did."""
@@ -195,16 +189,16 @@ class VIKING(ProjectedNoisePosterior):
             fix = 'Compare both on held-out data. If it predicts by sampled networks, try method="linearized".'
             warn(f"{what} {fix}", NoGainWarning)
 
-    def _elbo(self, data: Iterable[Any]) -> ELBO:
+    def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
-        own = self.expectation, self._prior_mean, temperature, self.kl_weight, self.n_data, self.network.device
+        own = self.expectation, self._prior_mean, temperature, self.kl_weight, n_data, self.network.device
         return ELBO(self.likelihood, data, *own)
 
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
         again = self.training_data.again(data, WHY)
         n_data, _, sums = survey(self, again)
-        require_same_data("the fit", (self.n_data, self._data_sum), (n_data, float(sums[0])))
-        return BoundAtMean(self._elbo(again), self._center, self.noise, self.n_outputs)
+        require_same_data("the fit", (self.n_data, self.state.data_sum), (n_data, float(sums[0])))
+        return BoundAtMean(self._elbo(again, n_data), self._center, self.noise, self.n_outputs)
 
     @property
     def _center(self) -> Network:
@@ -215,12 +209,11 @@ class VIKING(ProjectedNoisePosterior):
     def image_std(self) -> Tensor:
         """σ_im, 0-d float64; NotFittedError: before :meth:`fit`."""
         self.require_fit()
-        assert self._image_std is not None
-        return self._image_std
+        return torch.tensor(self.state.image_std, dtype=torch.float64)
 
     @image_std.setter
     def image_std(self, value: float | Tensor) -> None:
-        self._image_std = torch.tensor(checks.positive("image_std", float(value)), dtype=torch.float64)
+        self._found = replace(self.state, image_std=checks.positive("image_std", float(value)))
 
     @property
     def kernel_std(self) -> Tensor:
@@ -230,7 +223,7 @@ class VIKING(ProjectedNoisePosterior):
     @property
     def history(self) -> list[ELBOTerms]:
         """The terms of the bound at each step of :meth:`fit`; training estimates them from one batch."""
-        return list(self._history)
+        return [ELBOTerms(*row) for row in self.state.history.tolist()]
 
     @full_precision
     def elbo(self, data: Iterable[Any] | None = None) -> ELBOTerms:
@@ -267,7 +260,7 @@ class VIKING(ProjectedNoisePosterior):
     def apply_tuning(self, result: TuningResult) -> None:
         assert isinstance(result, BoundResult)
         super().apply_tuning(result)
-        self._learnt_precision, self._image_std = self._prior_precision, result.image_std
+        self._learnt_precision, self.image_std = self._prior_precision, result.image_std
 
     def _components(self) -> tuple[Tensor, Tensor]:
         """The noise in the null space and in the range, scaled; ``[k, P]`` each."""
@@ -289,23 +282,6 @@ class VIKING(ProjectedNoisePosterior):
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         center = self._center
         return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes)
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        header, tensors = super().state()
-        history = torch.tensor([astuple(terms) for terms in self._history], dtype=torch.float64).reshape(-1, 6)
-        tensors |= {"image_std": self.image_std, "first_precision": self._first_precision, "history": history}
-        return {**header, "data_sum": self._data_sum}, tensors
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        super().restore(header, tensors)
-        self._image_std, self._history = (
-            tensors["image_std"].cpu(),
-            [ELBOTerms(*row) for row in tensors["history"].tolist()],
-        )
-        self._first_precision, self._learnt_precision = tensors["first_precision"].cpu(), self._prior_precision
-        self._data_sum = header["data_sum"]
 
 
 def _warn_unless_converged(converged: bool) -> None:
