@@ -194,7 +194,8 @@ class BoundAtMean:
 
     @cached_property
     def _linearized(self) -> list[Entry]:
-        vectors, modes, entries = torch.cat([self.noise.null_space, self.noise.range]), ADModes(), []
+        entries: list[Entry] = []
+        vectors, modes = torch.cat([self.noise.null_space, self.noise.range]), ADModes()
         with torch.no_grad():
             for batch in self.elbo.batches():
                 both = pushed(self.network, vectors, batch.inputs, n_outputs=self.n_outputs, ad_modes=modes)

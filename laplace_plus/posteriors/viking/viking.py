@@ -132,7 +132,7 @@ class VIKING(ProjectedNoisePosterior):
         self.training: ELBOTraining | None = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
         default: Expectation = "linearized" if self.training is None else "sampled"
         self.expectation = checks.choice("expectation", expectation or default, ("linearized", "sampled"))
-        self.default_method = self.expectation
+        self.default_method = self.expectation  # type: ignore[misc]
         self.kl_weight = checks.positive("kl_weight", kl_weight)
         self._first_image_std = checks.positive("image_std", image_std)
         self.scale_iterations = checks.count("scale_iterations", scale_iterations)
@@ -147,7 +147,8 @@ class VIKING(ProjectedNoisePosterior):
         if not torch.equal(self._prior_precision, self._learnt_precision):  # the caller has set it since
             self._first_precision = self._prior_precision
         n_data, n_outputs, sums = survey(self, data)
-        seed, center, history = draw_seed(generator), self.network, []
+        seed, center = draw_seed(generator), self.network
+        history: list[ELBOTerms] = []
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
         elbo = self._elbo(data, n_data)
         if self.training is not None:
