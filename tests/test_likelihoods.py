@@ -388,11 +388,6 @@ def test_noise_that_is_none(noise):
         Gaussian(noise)
 
 
-def test_noise_of_another_structure():
-    with pytest.raises(ConfigurationError, match="standard deviation"):
-        Gaussian(torch.ones(2)).curvature_weights(torch.ones(3))
-
-
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
@@ -455,10 +450,3 @@ def test_confident_and_extreme_log_densities_keep_their_digits():
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
     found = HeteroscedasticGaussian().log_density(torch.tensor([[0.0, 180.0]]), torch.zeros(1, 1))
     assert found.item() == pytest.approx(-90 - 0.5 * math.log(2 * math.pi))
-
-
-def test_the_curvature_of_squared_errors_is_stored_once():
-    outputs = torch.zeros(7, 5)
-    for matrix in (Gaussian().output_hessian(outputs, outputs), Gaussian().output_root(outputs, outputs)):
-        assert matrix.untyped_storage().nbytes() == 4 * 5 * 5
-        assert torch.equal(matrix, torch.eye(5).expand(7, 5, 5))

@@ -131,19 +131,6 @@ def test_moments_with_noise_for_each_output(name):
     assert_moments(fitted(CLASSES[name], likelihood=lp.Gaussian(noise))[0])
 
 
-def test_the_statistic_sees_a_transposed_factor():
-    """Samples made with Lᵀ instead of L, a mistake that leaves mean and determinant right, are caught."""
-    posterior, _ = fitted(lp.Full)
-    covariance = torch.linalg.inv(posterior.precision_matrix())
-    noise = torch.randn(
-        N_DRAWS, posterior.n_parameters, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    lower = torch.linalg.cholesky(covariance)
-    right = moment_statistics(posterior.mean + noise @ lower.T, posterior.mean, posterior.precision_matrix())
-    wrong = moment_statistics(posterior.mean + noise @ lower, posterior.mean, posterior.precision_matrix())
-    assert max(right) < 1 < wrong[1]
-
-
 def test_the_statistic_sees_ten_percent():
     """A covariance that is ten per cent too large is far outside of the bound at this number of draws."""
     posterior, _ = fitted(lp.Full)
@@ -203,30 +190,6 @@ def test_monte_carlo_curvature_takes_the_generator():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-
-
-def test_without_a_generator_the_global_seed_decides():
-    posterior, x = fitted(lp.KFAC)
-    torch.manual_seed(0)
-    first = posterior.sample(2), posterior.predictive(x, link="mc", n_samples=5).mean
-    torch.manual_seed(0)
-    second = posterior.sample(2), posterior.predictive(x, link="mc", n_samples=5).mean
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not torch.equal(posterior.sample(2), first[0])
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("name", CLASSES)
-def test_draws_written_in_place_are_those_of_the_factors(name, network):
-    """The noise of each block in turn, mapped by its factor, in the block's place."""
-    posterior, _ = fitted(CLASSES[name], network)
-    draws = posterior.sample(3, generator=torch.Generator().manual_seed(0))
-    generator, factors = torch.Generator().manual_seed(0), posterior.factors()
-    want = posterior.mean.expand(3, -1).clone()
-    for layout, _ in posterior.laplace_model().curvature:
-        noise = torch.empty(3, *layout.shape, dtype=torch.float64).normal_(generator=generator)
-        want[:, layout.index] += factors[layout.key].sample(noise)
-    torch.testing.assert_close(draws, want, rtol=1e-12, atol=1e-12)
 
 
 # -- sampled networks --------------------------------------------------------------------------------------------------

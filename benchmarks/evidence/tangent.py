@@ -143,7 +143,7 @@ def measured(model: nn.Module, train: Data, test: Data, seed: int, *, ekfac: boo
             "seconds": time.process_time() - start,
         }
         if evidence == "tangent":
-            row[name] |= {"alternations": found.n_iterations, "passes": found.n_passes, "trace": list(found.trace)}
+            row[name] |= {"alternations": found.n_iterations, "steps": found.n_steps, "trace": list(found.trace)}
             row[name] |= {"effective": found.effective_parameters.tolist(), "at_weights": found.network_value}
         factors.append(posterior.laplace_model().factors(posterior.prior_precision, posterior.temperature))
     sums = {(name, link): 0.0 for name, _, _ in COMBINATIONS for link in links}
@@ -198,7 +198,7 @@ def precisions(rows: Sequence[dict[str, Any]]) -> list[str]:
             found = first[key]
             pairs = zip(found["groups"], found["precision"], strict=True)
             text = ", ".join(f"{group} {value:.3g}" for group, value in pairs)
-            cost = f"{found['alternations']}, {found['passes']}" if "passes" in found else ""
+            cost = f"{found['alternations']}, {found['steps']}" if "steps" in found else ""
             cost += "" if found["converged"] else " (not converged)"
             lines.append(f"| {name} | {key} | {text} | {cost} | {found['seconds']:.3g} |")
     return lines

@@ -76,7 +76,7 @@ GAUSSIAN_TUNERS: dict[str, type[Any]] = {}
 
 Tunable = Any
 """A fitted Gaussian posterior: tuners read its network, n_data, prior_groups, training_data, prior_precision,
-temperature, group, predictive_mean, tuning and laplace_model()."""
+temperature, predictive_mean, tuning and laplace_model()."""
 
 
 def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:
@@ -88,14 +88,11 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     ConfigurationError for an unknown shorthand or option, or options beside a tuner.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    known = ", ".join(dict.fromkeys(['"auto"', *(f'"{name}"' for name in tuners)]))
-    if not tuners:
-        what, got = f"{owner} has no prior to tune.", f"fit_prior_precision({tuner!r})"
-        raise UnsupportedError(what, expected="a class with tuners", got=got)
-    if not isinstance(tuner, str):
+    if not isinstance(tuner, str) or not tuners:
         if type(tuner) not in tuners.values():
             types = ", ".join(dict.fromkeys(f"lp.{cls.__name__}" for cls in tuners.values()))
-            raise UnsupportedError(f"{owner} cannot be tuned by {tuner!r}.", expected=f"{types}, or {known}")
+            what = f"{owner} cannot be tuned by {tuner!r}." if tuners else f"{owner} has no prior to tune."
+            raise UnsupportedError(what, expected=f"{types}, or a shorthand" if tuners else "a class with tuners")
         if given:
             what = f"Options belong to the tuner itself, lp.{type(tuner).__name__}(...)."
             raise ConfigurationError(what, expected="no options besides a tuner", got=", ".join(given))
@@ -107,8 +104,8 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         if auto is not None and "evidence" not in given and given.keys() <= {item.name for item in fields(auto)}:
             name = "auto"  # what only the first tuner knows asks for that
     evidence = given.pop("evidence", None) if "tangent" in tuners else None
-    kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
     if evidence is not None:
+        kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
         checks.choice("evidence", evidence, kinds)
     if evidence == "tangent":
         name = "tangent"
@@ -120,14 +117,8 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     own = [item.name for item in fields(cls)]
     if "method" in own and name != "tangent":
         given.setdefault("method", name)
-    if given.get("predictive_mean") == "network" and "predictive_mean" not in own:
-        del given["predictive_mean"]
-    unknown = [name for name in given if name not in own]
-    if unknown:
-        if "predictive_mean" in unknown:
-            what, fix = f"The tuner {name!r} of {owner} does not move the mean.", 'Write evidence="tangent".'
-            raise ConfigurationError(what, got="predictive_mean", fix=fix)
-        raise unknown_option(f"{cls.__name__}, the tuner {name!r} of {owner},", unknown[0], own)
+    for option in given.keys() - set(own):
+        raise unknown_option(f"{cls.__name__}, the tuner {name!r} of {owner},", option, own)
     return cls(**given)
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.curvature import FullStructure, Layout, Native
-from laplace_plus.errors import DataError, NotPositiveDefiniteError, SelectionError
-from laplace_plus.network.batches import Batch, batch_size, can_be_cut, cut, iterate
+from laplace_plus.errors import NotPositiveDefiniteError, SelectionError
+from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import tied_names
 from laplace_plus.predictive.linearized import functional_posteriors
@@ -268,17 +268,11 @@ def factor_covariances(
         if unit == "position" or outputs.shape[1:-1].numel() == 1:
             found = functional_posteriors(network, factor_sets, inputs, **options)
             return [posterior.covariance.reshape(-1, n_outputs, n_outputs) for posterior in found]
-        size, count = outputs[0].numel(), batch_size(inputs)
-        if not can_be_cut(inputs, count):
-            what = "Leaving out an example with several positions requires running each example alone."
-            expected = "inputs whose tensors all have the examples along their first axis"
-            raise DataError(what, expected=expected, fix='Pass unit="position", which leaves out one at a time.')
-        each = []
-        for example in range(count):
-            one = cut(inputs, slice(example, example + 1))
-            found = functional_posteriors(network, factor_sets, one, joint=True, **options)
-            each.append([posterior.covariance.reshape(1, size, size) for posterior in found])
-        return [torch.cat(column) for column in zip(*each, strict=True)]
+        # All outputs of a batch together; an example's own are a block of them.
+        found = functional_posteriors(network, factor_sets, inputs, joint=True, **options)
+        n, size = len(outputs), outputs[0].numel()
+        joint = [posterior.covariance.reshape(n, size, n, size) for posterior in found]
+        return [own.diagonal(dim1=0, dim2=2).movedim(-1, 0) for own in joint]
 
     return covariances
 

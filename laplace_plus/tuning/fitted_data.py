@@ -60,19 +60,18 @@ class FittedData:
         With outputs ``f`` of relative accuracy r and gradients g, ``−Σ log p`` has the accuracy ``r Σ |g f|`` in first
         order. A sum of squared errors has ``2 r Σ |g f| + r² Σ f²``.
         """
-        fix = "Pass the training data, each once and without random augmentation, with the autocast of the fit."
-        what = "These are not the data that the posterior was fitted to."
-        if self.n_examples != self._n_data:
-            raise DataError(what, expected=f"{self._n_data} examples", got=f"{self.n_examples}", fix=fix)
         likelihood, fitted = self._model.likelihood, self._model.statistics
         accuracy = max(ACCURACY, 100 * self._epsilon)
         # Log-densities are rounded on the scale of one. Squared errors have no such scale.
         rounding = 0.0 if likelihood.is_gaussian else accuracy * self.n_rows
         allowed = accuracy * (fitted.abs() + 2 * self._slope) + accuracy**2 * self._square + rounding
-        if not bool(((self._statistics - fitted).abs() <= allowed).all()):
-            expected = f"a log-likelihood of {float(self._model.log_likelihood()):.6g} nats at the network's outputs"
-            got = f"{float(likelihood.log_likelihood(self._statistics)):.6g}"
-            raise DataError(what, expected=expected, got=got, fix=fix)
+        if self.n_examples != self._n_data or not bool(((self._statistics - fitted).abs() <= allowed).all()):
+            raise DataError(
+                "These are not the data that the posterior was fitted to.",
+                expected=f"{self._n_data} examples of log-likelihood {float(self._model.log_likelihood()):.6g}",
+                got=f"{self.n_examples} of {float(likelihood.log_likelihood(self._statistics)):.6g}",
+                fix="Pass the training data, each once and without random augmentation, with the autocast of the fit.",
+            )
 
 
 def survey(

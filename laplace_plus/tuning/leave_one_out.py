@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional
@@ -96,7 +96,6 @@ class LeaveOneOut:
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
-        structure: Only ``"scalar"``: one number is searched.
         data: The training data; by default the loaders of the fit.
 
     Raises:
@@ -113,14 +112,9 @@ class LeaveOneOut:
     link: str | None = None
     n_samples: int = 100
     tune_noise: bool | None = None
-    structure: str = "scalar"
     data: Iterable[Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.structure != "scalar":
-            what = "The leave-one-out loss is searched along one number."
-            fix = "Set prior_precision to the proportions that you want; the search multiplies them as a whole."
-            raise ConfigurationError(what, expected='structure="scalar"', got=repr(self.structure), fix=fix)
         check_training_prior(self.training_prior_precision, self.weight_decay)
         checks.positive("kappa", self.kappa)
         checks.choice("leverages", self.leverages, get_args(Leverages))

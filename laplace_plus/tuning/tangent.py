@@ -59,7 +59,6 @@ class TangentResult(TuningResult):
         effective_parameters: γ, how many parameters of each of these groups the data determine.
         n_iterations: Number of alternations.
         n_steps: Number of steps that the convex optimisation took, over all alternations.
-        n_passes: Number of passes over the data in this process, the one that collects the Jacobian included.
         optimum_gradient_norm: Euclidean norm of the penalised loss's gradient at θ*.
         optimum_decrement: About how many nats the penalised loss at θ* lies above its least value.
         pressing: The largest derivative by the logarithm of a hyperparameter at a limit of the search, beyond which
@@ -72,7 +71,6 @@ class TangentResult(TuningResult):
     effective_parameters: Tensor
     n_iterations: int
     n_steps: int
-    n_passes: int
     optimum_gradient_norm: float
     optimum_decrement: float
     pressing: float
@@ -167,7 +165,6 @@ class Tangent(EvidenceTuner):
             effective_parameters=now.effective_parameters(),
             n_iterations=search.n_iterations,
             n_steps=search.n_steps,
-            n_passes=tangent.n_passes,
             optimum_gradient_norm=optimum.gradient_norm,
             optimum_decrement=optimum.decrement,
             trace=tuple(trace),

@@ -78,7 +78,6 @@ class TangentModel:
     Attributes:
         vector: θ̃, ``[P]``.
         n_data: Number of examples.
-        n_passes: Number of passes over the data so far.
 
     Raises:
         DataError: Data that can be run over only once, or of no known form.
@@ -113,10 +112,8 @@ class TangentModel:
                 self.likelihood.validate(outputs, batch.target)
             self.vector = self.network.vector()
             n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
-            self._counter = [1]
             self._kept = None
             if n_bytes <= _KEPT_BYTES:
-                self._counter[0] += 1
                 batches = self._stream.batches("tangent model", ordered=False)
                 self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
 
@@ -124,11 +121,6 @@ class TangentModel:
     def n_data(self) -> int:
         """Number of examples."""
         return self._stream.n_data
-
-    @property
-    def n_passes(self) -> int:
-        """How often the data were passed over, by this model and those that share its data."""
-        return self._counter[0]
 
     def with_likelihood(self, likelihood: Likelihood) -> TangentModel:
         """The same model under another likelihood, e.g. with another noise; all else is shared."""
@@ -154,7 +146,6 @@ class TangentModel:
         """Of each batch the target, the outputs at θ̃ and the linearisation; where it is kept, the Jacobian."""
         if self._kept is not None:
             return self._kept
-        self._counter[0] += 1
         lines = self._stream.linearizations("tangent model", ordered=False)
         return ((batch.target, line.outputs, line) for batch, line in lines)
 
@@ -211,7 +202,7 @@ def tangent_optimum(
         max_iterations: Largest number of steps, each of about one pass over the data.
 
     Raises:
-        NonFiniteError: The loss is not finite at the start, or nowhere along a search direction.
+        NonFiniteError: The loss is not finite at the start.
     """
     if isinstance(prior, GaussianPrior):
         precision, centre = prior.vector(), prior.mean
@@ -231,7 +222,9 @@ def tangent_optimum(
 
     point = torch.zeros_like(origin) if start is None else start.to(origin) - origin
     if not (at := function(point)).is_finite:
-        raise _diverged(0, at.value)
+        what, got = "The loss of the tangent model is not finite at the start.", f"a loss of {at.value:.3g}"
+        fix = "Start from a larger prior precision, or look for outliers among the data."
+        raise NonFiniteError(what, expected="a finite loss and gradient", got=got, fix=fix)
     pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=_PAIRS)
     for iteration in range(max_iterations + 1):
         conditioned = scaled(at.gradient)
@@ -243,7 +236,7 @@ def tangent_optimum(
         if not float(direction @ at.gradient) < 0:  # the stored pairs are dominated by rounding
             pairs.clear()
             direction = -conditioned
-        found = _line_search(function, point, at, direction, rounding, iteration)
+        found = _line_search(function, point, at, direction, rounding)
         if found is not None:
             step, new = found
             if float((new.gradient - at.gradient) @ step) > 0:
@@ -259,18 +252,17 @@ def tangent_optimum(
 
 
 def _line_search(
-    function: Callable[[Tensor], Evaluation], point: Tensor, at: Evaluation, direction: Tensor, rounding: float, n: int
+    function: Callable[[Tensor], Evaluation], point: Tensor, at: Evaluation, direction: Tensor, rounding: float
 ) -> tuple[Tensor, Evaluation] | None:
     """A step that halves the derivative along the direction, and the function there; None if there is none.
 
     Derivatives locate the minimum of a convex function to more digits than its values do.
     """
-    slope, length, any_finite, new = float(direction @ at.gradient), 1.0, False, at
+    slope, length = float(direction @ at.gradient), 1.0
     low, high = (0.0, slope), (math.inf, math.inf)
     for _ in range(20 if -slope > 10 * rounding * abs(at.value) else 4):  # few trials where rounding hides the gain
         new = function(point + length * direction)
         along = float(new.gradient @ direction) if new.is_finite else math.inf
-        any_finite |= math.isfinite(along)
         lower = new.value <= at.value + 1e-4 * length * slope + rounding * abs(at.value)
         if lower and abs(along) <= abs(slope) / 2:
             return length * direction, new
@@ -284,8 +276,6 @@ def _line_search(
         else:  # interpolate it
             part = low[1] / (low[1] - high[1]) if 0 < high[1] < math.inf else 0.25
             length = low[0] + (high[0] - low[0]) * min(max(part, 0.05), 0.95)
-    if not any_finite:
-        raise _diverged(n, new.value)
     return None
 
 
@@ -308,9 +298,3 @@ def _two_loops(
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
         result += (weight - float(change @ result) / float(step @ change)) * step
     return result
-
-
-def _diverged(iteration: int, value: float) -> NonFiniteError:
-    what = f"The optimisation of the tangent model diverged after {iteration} steps."
-    fix = "Start from a larger prior precision, or look for outliers among the data."
-    return NonFiniteError(what, expected="a finite loss and gradient", got=f"a loss of {value:.3g}", fix=fix)

@@ -47,7 +47,6 @@ class Validation:
 
     Args:
         data: Held-out batches.
-        structure: Only ``"scalar"``; a prior precision with several entries is multiplied as a whole.
         grid: Precisions to try, positive; factors where the present precision has several entries. By default 21 from
             1e-4 to 1e6. Of a posterior with ``tunables()``, values of the last of these.
         loss: Maps a prediction and targets to losses, one for each datum (or their sum); by default
@@ -57,11 +56,10 @@ class Validation:
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
 
     Raises:
-        ConfigurationError: No data, an unusable grid, or a structure that a grid cannot search.
+        ConfigurationError: No data, or an unusable grid.
     """
 
     data: Iterable[Any] | None = field(default=None, repr=False)
-    structure: str = "scalar"
     grid: Sequence[float] | Tensor | None = None
     loss: Loss | None = None
     link: str | None = None
@@ -71,13 +69,7 @@ class Validation:
     def __post_init__(self) -> None:
         if self.data is None:
             raise ConfigurationError("Validation needs held-out data.", expected="data=loader", got="None")
-        if self.structure != "scalar":
-            fix = "Tune several precisions by marginal_likelihood."
-            raise ConfigurationError("A grid of held-out losses searches one precision.", got=self.structure, fix=fix)
         checks.count("n_samples", self.n_samples)
-        if not (self.loss is None or callable(self.loss)):
-            expected = "loss(prediction, targets) -> losses, or None for the negative log-probability"
-            raise ConfigurationError("The loss is no function.", expected=expected, got=repr(self.loss))
         if self.grid is not None:
             checked_grid(self.grid, zero=True)
 

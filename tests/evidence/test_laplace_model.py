@@ -136,21 +136,6 @@ def test_nothing_is_computed_twice(monkeypatch):
     assert max(sizes) < posterior.n_parameters
 
 
-def test_the_model_follows_what_it_depends_on():
-    posterior, x, y = fitted("KFAC", lp.Gaussian(0.5))
-    before, value = posterior.laplace_model(), posterior.log_marginal_likelihood()
-    posterior.noise_std = 0.9
-    assert posterior.laplace_model() is not before
-    assert posterior.log_marginal_likelihood() != value
-    posterior.noise_std = 0.5
-    assert posterior.log_marginal_likelihood() == pytest.approx(value.item(), rel=1e-12)
-    posterior.update([(x[:5], y[:5])])
-    fresh = CLASSES["KFAC"](posterior.network.model, lp.Gaussian(0.5)).fit([(x, y), (x[:5], y[:5])])
-    torch.testing.assert_close(posterior.log_marginal_likelihood(), fresh.log_marginal_likelihood())
-    posterior.fit([(x, y)])
-    assert posterior.log_marginal_likelihood() == pytest.approx(value.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC"])
 def test_a_kronecker_product_takes_no_precision_of_each_entry(name):
     """Not under several noise levels that are differentiated either."""

@@ -196,16 +196,6 @@ def test_joint_optimum_of_a_classifier():
     assert found.trace[-1] == found.value
 
 
-def test_alternation_never_lowers_the_evidence():
-    """Each half maximises the same function; EM takes the smallest steps."""
-    net, x, y = mlp_problem()
-    posterior = lp.KFAC(net, "classification").fit([(x, y)])
-    for method in ("marginal_likelihood", "em"):
-        posterior.fit_prior_precision(method, evidence="tangent", tolerance=1e-5)
-        best = max(posterior.tuning.trace)
-        assert posterior.tuning.value == pytest.approx(best, abs=1e-6)
-
-
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "Diagonal": lp.Diagonal, "LowRank": lp.LowRank}
 LIKELIHOODS = {
     "classification": lambda: lp.Categorical(),
@@ -275,19 +265,6 @@ def test_every_posterior_reaches_a_joint_stationary_point(name, task):
     assert torch.allclose(posterior.functional_posterior(x).mean, h.detach(), atol=1e-9)
 
 
-@pytest.mark.slow
-def test_data_may_come_in_any_order_and_single_precision():
-    net, x, y = mlp_problem("classification", n=40)
-    want = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision(evidence="tangent").tuning
-    dataset = torch.utils.data.TensorDataset(x.float(), y)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=7, shuffle=True)
-    posterior = lp.KFAC(net.float(), "classification").fit(loader)
-    found = posterior.fit_prior_precision(evidence="tangent").tuning
-    assert found.converged
-    assert found.value == pytest.approx(want.value, abs=0.05)
-    assert found.vector.dtype == torch.float32
-
-
 def test_prior_mean_is_that_of_the_posterior():
     """A prior around the network's weights makes a trained network its own tangent optimum, nearly."""
     net, x, y = mlp_problem("classification", steps=200)
@@ -340,24 +317,6 @@ def test_g_prior_is_the_best_along_its_scaling():
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_optimum_is_refined_no_faster_than_the_precisions():
-    """A derivative that is small by chance does not ask for an exact optimum, which the next update would waste."""
-    torch.manual_seed(0)
-    x = torch.randn(80, 3, dtype=torch.float64)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    y = torch.stack([x.sin().sum(1), x.prod(1)], 1) + 0.2 * torch.randn(80, 2, dtype=torch.float64)
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    for _ in range(150):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-    posterior = lp.KFAC(net, "regression").fit([(x, y)])
-    tuning = posterior.fit_prior_precision(evidence="tangent", tolerance=1e-6).tuning
-    assert tuning.converged
-    assert tuning.n_steps < 400  # 206; more than 550 with exact optima
-
-
 def test_bad_arguments_are_refused_by_name():
     net, x, y = mlp_problem()
     posterior = lp.Full(net, "classification").fit([(x, y)])
@@ -366,7 +325,7 @@ def test_bad_arguments_are_refused_by_name():
         ({"evidence": "tangent", "structure": "rowwise"}, "normalized_groups"),
         ({"evidence": "tangent", "method": "validation", "data": [(x, y)]}, "mackay"),
         ({"evidence": "tangent", "predictive_mean": "best"}, "network"),
-        ({"predictive_mean": "tangent"}, 'evidence="tangent"'),
+        ({"predictive_mean": "tangent"}, "predictive_mean"),
         ({"scaling": "zellner"}, "g_prior"),
         ({"evidence": "tangent", "max_iterations": 0}, "max_iterations"),
         ({"evidence": "tangent", "max_steps": 0}, "max_steps"),
@@ -417,7 +376,7 @@ def test_a_loss_that_is_not_finite_is_named():
     x = torch.full((4, 1), 900.0, dtype=torch.float64)
     model = TangentModel(net, lp.Poisson(), [(x, torch.ones_like(x))])
     far = torch.full((2,), 1e6, dtype=torch.float64)
-    with pytest.raises(NonFiniteError, match="diverged"):
+    with pytest.raises(NonFiniteError, match="not finite at the start"):
         tangent_optimum(model, 1.0, far)
 
 
@@ -464,26 +423,3 @@ def test_an_exact_fit_has_a_bounded_noise():
     assert math.isfinite(posterior.tuning.value)
     assert torch.isfinite(posterior.tuning.vector).all()
     assert 0 < posterior.noise_std < 1e-3
-
-
-@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
-def test_results_belong_together_wherever_it_ends():
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter *= 2.5
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(30, 3, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (30,), generator=generator)
-    for count in (3, 9):
-        posterior = lp.Full(net, "classification").fit([(x, y)])
-        posterior.fit_prior_precision(evidence="tangent", structure="diagonal", max_iterations=count)
-        found = posterior.tuning
-        assert found.trace[-1] == found.value
-        prior = posterior.prior_precision.double()
-        energy = (prior * found.vector.double().square()).sum()
-        logits = net(x) + posterior.network.tangent(x, found.vector - posterior.mean)
-        value = -nn.functional.cross_entropy(logits, y, reduction="sum") - energy / 2
-        value = value - posterior.precision_matrix().logdet() / 2 + prior.log().sum() / 2
-        torch.testing.assert_close(value.item(), found.value, rtol=0, atol=1e-4)

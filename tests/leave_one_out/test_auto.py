@@ -103,32 +103,6 @@ def test_where_no_posterior_gains_the_network_predicts(likelihood, monkeypatch, 
     assert posterior.fit([(x, y)]).link is None
 
 
-def test_some_of_many_examples_are_left_out(monkeypatch):
-    monkeypatch.setattr(auto, "ENOUGH", 60)
-    monkeypatch.setattr(auto, "LEAST", 60)
-    net, x, y = linear_problem(240, seed=1)
-    batches = list(zip(x.split(80), y.split(80), strict=True))
-    posterior = lp.Full(net, "regression").fit(batches).fit_prior_precision()
-    chosen = torch.linspace(0, 79, 20).round().long()
-    alone = torch.cat([part[chosen] for part in x.split(80)])
-    residuals = torch.cat([part[chosen] for part in y.split(80)]) - net(alone).detach()
-    # A precision that leaves nothing but noise: the loss is that of the residuals alone, as large as for new data.
-    estimate = noise_from_residuals(posterior)
-    square = residuals.square().mean() * (estimate.noise_std / estimate.residual_std) ** 2
-    assert float(posterior.tuning.losses[-1]) == pytest.approx(
-        0.5 * (1 + float((2 * torch.pi * square).log())), abs=1e-4
-    )
-
-
-def test_held_out_data_are_validation():
-    net, x, y = linear_problem(classification=True)
-    posterior = lp.Full(net, "classification").fit([(x[:20], y[:20])])
-    own, by_name = posterior.fit_prior_precision(data=[(x[20:], y[20:])]).tuning, copy.copy(posterior)
-    by_name.fit_prior_precision("validation", data=[(x[20:], y[20:])])
-    assert (own.method, own.chosen) == ("auto", "validation")
-    assert own.value == by_name.tuning.value and own.prior_precision == by_name.tuning.prior_precision
-
-
 def test_what_belongs_to_the_marginal_likelihood_asks_for_it():
     net, x, y = linear_problem()
     posterior = lp.Full(net, "regression").fit([(x, y)])

@@ -135,27 +135,6 @@ def test_leave_one_out_reproduces_the_value_of_the_tuning():
         lp.leave_one_out(classes, noise_std=1.0)
 
 
-@pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
-def test_only_links_that_sample_use_random_numbers(link):
-    net, x, y = classifier()
-    posterior = lp.Full(net, "classification").fit([(x, y)])
-    state = torch.get_rng_state()
-    options = {"training_prior_precision": 0.4, "link": link, "grid": [1.0, 2.0, 4.0]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        posterior.fit_prior_precision("leave_one_out", **options)
-    assert torch.equal(state, torch.get_rng_state()) == (link != "mc")
-
-
-def test_unknown_options_are_named():
-    net, x, y = classifier()
-    posterior = lp.Full(net, "classification").fit([(x, y)])
-    for options in ({"method": "leave_one_out"}, {"evidence": "tangent"}, {"method": "validation", "data": [(x, y)]}):
-        for name in ("foo", "network"):
-            with pytest.raises(ConfigurationError, match=name):
-                posterior.fit_prior_precision(**options, **{name: 1})
-
-
 @pytest.mark.parametrize("noise", [0.5, torch.tensor([0.4, 0.8])])
 def test_noise_is_tuned_with_it(noise):
     """In closed form, and where the loss is least in both together, the displacement of training being kept."""
@@ -201,25 +180,6 @@ def test_several_precisions_are_multiplied_together():
     assert float(posterior.prior_precision[1] / posterior.prior_precision[0]) == pytest.approx(3.0)
     left = lp.leave_one_out(posterior, prior_precision=layers, kappa=2.0)
     assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-8)
-
-
-def test_any_chunks_give_the_same():
-    net, x, y = classifier()
-    found = []
-    for size in (40, 17):
-        posterior = lp.Full(net, "classification", prior_precision=0.4)
-        posterior.fit(list(zip(x.split(size), y.split(size), strict=True)))
-        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
-        found.append(posterior.tuning.losses)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-
-
-def test_kfac_with_displacements_of_the_exact_matrix():
-    net, x, y = classifier()
-    posterior = lp.KFAC(net, "classification", prior_precision=0.4).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4, leverages="full")
-    left = lp.leave_one_out(posterior, prior_precision=0.4, kappa=2.0, leverages="full")
-    assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-6)
 
 
 def test_points_where_the_posterior_is_no_use_are_left_out():
@@ -275,13 +235,6 @@ def test_noise_by_monte_carlo_is_refused():
     posterior = lp.Full(net, "regression").fit([(x, y)])
     with pytest.raises(UnsupportedError, match="tune_noise=False"):
         posterior.fit_prior_precision("leave_one_out", training_prior_precision=1.0, link="mc")
-
-
-@pytest.mark.parametrize("options", [{"evidence": "tangent"}, {"scaling": "g_prior"}, {"predictive_mean": "tangent"}])
-def test_there_is_no_evidence_in_it(options):
-    net, x, y = classifier()
-    with pytest.raises(ConfigurationError, match="leave_one_out"):
-        lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision("leave_one_out", **options)
 
 
 def test_predictions_around_the_tangent_optimum_are_refused():
