@@ -1,9 +1,9 @@
 """Curvature by BackPACK (Dangel, Kunstner and Hennig, 2020, arXiv:1912.10985).
 
 BackPACK stores hooks and attributes on modules and passes curvature from module to module. It sees only what happens
-inside modules that it supports. The adapter runs it on a private copy and watches the forward pass. A network that does
-anything in between – adds, reshapes, uses a module twice – is refused: BackPACK's result would be wrong without notice.
-First-order quantities (the empirical Fisher) need only the modules that own parameters.
+inside modules that it supports. Of a network that does anything in between – adds, reshapes, uses a module twice – its
+result is wrong without notice, which the comparison with the native backend finds. First-order quantities (the
+empirical Fisher) need only the modules that own parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -85,24 +84,17 @@ class BackPack(ForeignBackend):
     def compute(self, task: Task) -> Curvature:
         network, structure, is_first_order = task.network, task.structure, self.kind == "empirical_fisher"
         loss, scale = (None, 1.0) if is_first_order else self.loss(task.likelihood)
-        self._require_plain_use(task)
         private = self.private_copy(network)
-        broken = _unseen_option(private) if is_first_order else _break_in_chain(private, task.batch.inputs)
-        if broken is not None:
-            expected = "a chain of modules from the first selected layer to the outputs, each used once"
-            expected = "padding by numbers, with zeros" if is_first_order else expected
-            raise self.refusal("would compute a wrong result for this network", expected, broken)
         layers = self.kronecker_layers(task, private) if isinstance(structure, KroneckerStructure) else []
-        for layer in layers:
+        for layer in layers:  # BackPACK's factors of convolutions are neither KFAC-expand nor KFAC-reduce
             if not isinstance(layer.module, nn.Linear) or layer.call.value.ndim != 2:
                 got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
-                what = f"has factors for {layer.name!r} that are neither KFAC-expand nor KFAC-reduce"
-                raise self.refusal(what, "nn.Linear on inputs [B, i]", got)
+                raise self.refusal(f"has other factors for {layer.name!r}", "nn.Linear on inputs [B, i]", got)
         by_output = task.likelihood.n_noise > 1 and isinstance(structure, DiagonalStructure)
         make, field = _EXTENSIONS[self.kind, "full" if by_output else structure.name]
         extension = make(mc_samples=self.n_samples) if self.kind == "ggn_mc" else make()
         random = global_randomness(network.device, task.generator)
-        with _extended(private), self.translated(), random, torch.enable_grad():
+        with _extended(private), random, torch.enable_grad():
             self._run(private, task, loss, extension)
         found = {name: getattr(p, field, None) for name, p in private.named_parameters() if p.requires_grad}
         for name, value in found.items():
@@ -124,17 +116,6 @@ class BackPack(ForeignBackend):
         rows = rows if task.likelihood.n_noise > 1 else rows.flatten(0, 1)[None]
         layout = whole_layout(network)
         return Curvature([(layout, DenseBlock((rows.mT @ rows)[:, None] * scale, layout.shape))])
-
-    def _require_plain_use(self, task: Task) -> None:
-        """Refuse parameters that are not used exactly once, by a call with the examples along its first axis."""
-        Gradients(task.network, task.capture)  # finds the axes of the examples
-        for name in task.network.parameter_names:
-            uses = [call for call in task.capture.calls if name in {rows.name for rows in call.rows}]
-            plain = [c for c in uses if c.axis == (0, False) and len(c.value) == len(task.outputs) and not c.packed]
-            if name not in task.capture.unused and not len(uses) == len(plain) == 1:
-                got = "a use with other axes" if len(uses) == 1 else f"{len(uses) or 'no such'} uses"
-                expected = "one use as a layer's weight or bias, with the examples along the first axis"
-                raise self.refusal(f"cannot follow how the network uses {name!r}", expected, got)
 
     def _run(self, private: nn.Module, task: Task, loss: nn.Module | None, extension: Any) -> None:
         """A forward pass, and a backward pass of the likelihood's gradient, or of a loss, with the extension."""
@@ -158,63 +139,6 @@ class BackPack(ForeignBackend):
             raise self.refusal("counts ignored targets", "no target equal to ignore_index", "ignored targets")
         with backpack(extension):
             extend(loss)(raw, targets).backward()
-
-
-def _break_in_chain(private: nn.Module, inputs: Any) -> str | None:
-    """How a forward pass, from the first selected parameter on, is not a chain of modules without children; or None.
-
-    To be called before the modules are extended: BackPACK's hooks make views of what goes from module to module.
-    """
-    breaks: list[str] = []
-    seen: set[str] = set()
-    latest: tuple[Any, int] = None, 0  # the last module's output, and the number of writes to it
-
-    def enter(name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        if not seen and not any(p.requires_grad for p in module.parameters(recurse=False)):
-            return
-        if name in seen:
-            breaks.append(f"{name!r} used more than once")
-        if (option := _unseen_option(module)) is not None:
-            breaks.append(f"{name!r} with {option}")
-        if len(given) != 1 or not isinstance(given[0], Tensor):
-            breaks.append(f"{name!r} called with something else than one tensor")
-        elif seen and (given[0] is not latest[0] or given[0]._version != latest[1]):
-            breaks.append(f"{name!r} called with something else than the output of the module before it")
-        seen.add(name)
-
-    def leave(name: str, module: nn.Module, given: Any, output: Any) -> None:
-        nonlocal latest
-        if seen:
-            latest = output, output._version if isinstance(output, Tensor) else 0
-
-    handles = []
-    for name, module in private.named_modules():
-        if not any(True for _ in module.children()):
-            handles.append(module.register_forward_pre_hook(partial(enter, name)))
-            handles.append(module.register_forward_hook(partial(leave, name)))
-    try:
-        with torch.no_grad():
-            raw = batches.output_tensor(batches.call(private, inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    if raw is not latest[0] or raw._version != latest[1]:
-        breaks.append("outputs that are not those of the last module")
-    return breaks[0] if breaks else None
-
-
-def _unseen_option(private: nn.Module) -> str | None:
-    """An option, of a module with parameters to be differentiated or of a single module, that BackPACK overlooks."""
-    for name, module in private.named_modules():
-        option = None
-        if isinstance(module, nn.modules.conv._ConvNd):
-            option = f"padding={module.padding!r}" if isinstance(module.padding, str) else None
-            option = f"padding_mode={module.padding_mode!r}" if module.padding_mode != "zeros" else option
-        elif getattr(module, "divisor_override", None) is not None:
-            option = "divisor_override"
-        if option is not None and (not name or any(p.requires_grad for p in module.parameters(recurse=False))):
-            return option
-    return None
 
 
 @contextmanager

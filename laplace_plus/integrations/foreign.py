@@ -1,8 +1,8 @@
 """What the adapters of other curvature libraries share: their losses, a private copy of the network, and refusals.
 
 Those libraries know a few losses, watch modules rather than functions, and store hooks and attributes on modules. They
-therefore get a copy that shares only the network's weights. Where they would compute something else than
-:class:`~laplace_plus.curvature.native.Native`, the adapter refuses by name before they run.
+therefore get a copy that shares only the network's weights. Where they compute something else than
+:class:`~laplace_plus.curvature.native.Native` on the first batch, which both of them see, the adapter refuses.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature.base import Backend
+from laplace_plus.curvature.native import Native
 from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure
 from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
@@ -86,10 +88,54 @@ class ForeignBackend(Backend):
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
         self.check(structure, likelihood)
+        self._compare(network, likelihood, batch, structure)
+        return self._curvature(network, likelihood, batch, structure, generator)
+
+    @override
+    def accumulate(
+        self,
+        total: Curvature | None,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        structure: Structure,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Curvature, Tensor]:
+        if total is None:
+            return self.curvature(network, likelihood, batch, structure, generator=generator)
+        found, outputs = self._curvature(network, likelihood, batch, structure, generator)
+        return total.add_(found), outputs
+
+    def _curvature(
+        self, network: Network, likelihood: Likelihood, batch: Batch, structure: Structure, generator: Any
+    ) -> tuple[Curvature, Tensor]:
         capture = capture_batch(network, batch)
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
-        return self.compute(Task(network, likelihood, batch, structure, capture, outputs, generator)), outputs
+        with self._translated():
+            return self.compute(Task(network, likelihood, batch, structure, capture, outputs, generator)), outputs
+
+    def _compare(self, network: Network, likelihood: Likelihood, batch: Batch, structure: Structure) -> None:
+        """Refuse a network for which the library's curvature of a batch is not the native one.
+
+        They are compared as ``vᵀ H v`` for random v; of a sampled kind, its expectation is.
+        """
+        kind = "ggn" if self.kind == "ggn_mc" else self.kind
+        source = torch.Generator().manual_seed(0)
+        vectors = torch.randn(3, network.n_parameters, generator=source, dtype=torch.float64).to(network.vector())
+
+        def quadratics(curvature: Curvature) -> Tensor:
+            weights = torch.linspace(1, 2, curvature.blocks[0][1].n_components).to(vectors)
+            parts = [block.quadratic(weights, layout.gather(vectors)) for layout, block in curvature]
+            return torch.stack(parts).double().sum(0)
+
+        native = quadratics(Native(kind).curvature(network, likelihood, batch, structure)[0])
+        with self._translated():
+            mine = quadratics(type(self)(kind)._curvature(network, likelihood, batch, structure, None)[0])
+        if not torch.allclose(mine, native, rtol=torch.finfo(vectors.dtype).eps ** 0.5, atol=1e-30):
+            got = f"vᵀ H v of {mine.tolist()}"
+            raise self.refusal("computes another curvature for this network", f"the native {native.tolist()}", got)
 
     @abstractmethod
     def compute(self, task: Task) -> Curvature:
@@ -101,7 +147,7 @@ class ForeignBackend(Backend):
         return UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=got, fix=f"Use {native}")
 
     @contextmanager
-    def translated(self) -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
         """Turn the library's own errors into an :class:`UnsupportedError` that keeps their text.
 
         The network has run on the same batch before, so any failure in here is the library's.
@@ -131,53 +177,30 @@ class ForeignBackend(Backend):
         """A copy of the model in evaluation mode, which may take hooks and attributes.
 
         It has parameters of its own, of which only the selected ones require gradients. Their storage is the model's:
-        no weight is copied, and none may be written to. UnsupportedError for a model that cannot be copied, weights of
-        half precision, or a tied last layer.
+        no weight is copied, and none may be written to. UnsupportedError for a tied last layer.
         """
         memo: dict[int, object] = {}
         tied = set(network.parameter_names).difference(dict(network.model.named_parameters()))
         if tied:
             raise self.refusal("cannot tell uses of a tied weight apart", "weights that are not tied", f"{tied}")
         for name, parameter in network.model.named_parameters():
-            selected = name in network.parameter_names
-            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=selected)
-            if selected and torch.finfo(parameter.dtype).bits < 32:
-                got = f"{parameter.dtype} in {name!r}"
-                raise self.refusal("would sum in half precision", "parameters of float32 or float64", got)
-        try:
-            private: nn.Module = copy.deepcopy(network.model, memo)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            text = " ".join(str(error).split())[:400]
-            raise self.refusal(
-                "needs a copy of the model, which cannot be copied", "a model that copy.deepcopy accepts", text
-            ) from error
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=name in network.parameter_names)
+        private: nn.Module = copy.deepcopy(network.model, memo)
         for module in private.modules():
             module.training = False
         return private
 
     def kronecker_layers(self, task: Task, private: nn.Module) -> list[Layer]:
-        """The selection's layers, plain modules with a Kronecker product each; else UnsupportedError."""
+        """The selection's layers, plain modules that are used once, each with one Kronecker product."""
         layers = []
         for layout in Gradients(task.network, task.capture).layouts:
             owners = {name.rpartition(".")[0] for name in layout.names}
             module = private.get_submodule(next(iter(owners)))
             uses = [call for call in task.capture.calls if {rows.name for rows in call.rows} & set(layout.names)]
-            fault = None
-            if set(layout.names) & task.capture.unused:
-                fault = "a parameter that the network does not use"
-            elif len(owners) > 1 or type(module) not in (nn.Linear, nn.Conv2d):
-                fault = "several modules" if len(owners) > 1 else type(module).__name__
-            elif layout.rule != MATRIX or len(uses) != 1:
-                fault = "a weight that is shared, or used by another function than its layer"
-            elif layout.shape[0] != 1:
-                fault = "a grouped convolution"
-            elif isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-                fault = f"padding_mode={module.padding_mode!r}"
-            if fault is not None:
-                raise self.refusal(
-                    f"has no Kronecker product for {layout.names[0]!r}",
-                    "nn.Linear, or nn.Conv2d without groups and with zero padding, each used once",
-                    fault,
-                )
+            known = len(owners) == 1 and type(module) in (nn.Linear, nn.Conv2d)
+            if not known or layout.rule != MATRIX or layout.shape[0] != 1 or len(uses) != 1:
+                expected = "nn.Linear, or nn.Conv2d without groups, each used once"
+                got = f"{type(module).__name__}, {len(uses)} uses"
+                raise self.refusal(f"has no Kronecker product for {layout.names[0]!r}", expected, got)
             layers.append(Layer(layout, next(iter(owners)), module, uses[0]))
         return layers
