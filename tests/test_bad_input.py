@@ -405,25 +405,6 @@ def test_infinite_data_of_a_saturated_network_are_refused():
             cls(perceptron(), "classification").fit([(x, y)])
 
 
-# -- linear algebra ----------------------------------------------------------------------------------------------------
-
-MATRIX = torch.diag(torch.arange(1.0, 4.0, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: linalg.eigsh(lambda v: v @ MATRIX, 3, 9),
-        lambda: linalg.lanczos(lambda v: v @ MATRIX, torch.ones(3, dtype=torch.float64), 4),
-        lambda: linalg.arnoldi(lambda v: v @ MATRIX, torch.ones(3, dtype=torch.float64), 4),
-    ],
-)
-def test_more_pairs_or_steps_than_dimensions_are_refused(call):
-    with pytest.raises(ConfigurationError) as error:
-        call()
-    assert says(error, "<= 3")
-
-
 # -- the package's names -----------------------------------------------------------------------------------------------
 
 

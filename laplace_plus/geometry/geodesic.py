@@ -120,8 +120,6 @@ def _derivatives(landscape: Surface, k: int) -> Callable[[Tensor, Tensor, Tensor
         one = landscape if isinstance(landscape, Landscape) else FunctionLandscape(landscape)
         return lambda which, points, directions: one.derivatives(points, directions)
     several = landscape
-    if len(several) != k:
-        raise ConfigurationError("Not one landscape for each geodesic.", expected=f"{k} of them", got=f"{len(several)}")
 
     def each(which: Tensor, points: Tensor, directions: Tensor) -> Derivatives:
         rows = zip(which.tolist(), points.split(1), directions.split(1), strict=True)

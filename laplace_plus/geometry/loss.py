@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.curvature.operators import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
-from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError, warn
+from laplace_plus.errors import SmoothnessWarning, UnsupportedError, warn
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import batches
@@ -199,9 +200,7 @@ class LossLandscape(Landscape):
 
     def prior_gradient(self, points: Tensor) -> Tensor:
         """The prior's part of :meth:`gradient`, ``[k, P]``."""
-        if points.ndim != 2 or points.shape[1] != len(self.vector):  # noqa: PLR2004
-            what, expected = "Points of another parameter space.", f"[k, {len(self.vector)}]"
-            raise ConfigurationError(what, expected=expected, got=str(list(points.shape)))
+        checks.shape("points", points, [None, len(self.vector)])
         return self.prior_precision * (points - self._centre)
 
     @override

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import KrylovSpace, krylov_pullback
 from laplace_plus.linalg.linear_maps import Matvec, attach
@@ -87,7 +86,7 @@ def arnoldi(
     Args:
         matvec: A, a square operator on row-stacked vectors.
         v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
-        depth: K, from 1 to n.
+        depth: K; at most n steps are taken.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
         tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
             default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
@@ -106,7 +105,7 @@ def arnoldi(
         >>> result.hessenberg.tolist(), result.converged
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
-    start = _start(v, depth, dtype, tolerance)
+    start = start_vectors(v, depth, dtype, tolerance)
     space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
     return ArnoldiDecomposition(*decomposition(space, start, depth))
 
@@ -143,19 +142,11 @@ def lanczos(
         >>> [round(x, 6) for x in torch.linalg.eigvalsh(result.tridiagonal()).tolist()]
         [1.0, 2.0, 4.0]
     """
-    start = _start(v, depth, dtype, tolerance)
+    start = start_vectors(v, depth, dtype, tolerance)
     space = KrylovSpace(
         matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
     )
     return LanczosDecomposition(*decomposition(space, start, depth))
-
-
-def _start(v: Tensor, depth: int, dtype: torch.dtype | None, tolerance: float | None) -> Tensor:
-    start = start_vectors(v, depth, dtype, tolerance)
-    if depth > start.shape[-1]:
-        what, expected = "A Krylov space has at most n dimensions.", f"depth <= {start.shape[-1]}"
-        raise ConfigurationError(what, expected=expected, got=f"depth = {depth}")
-    return start
 
 
 def decomposition(

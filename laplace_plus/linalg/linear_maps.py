@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.operators import Operator, pulled_back, unique
 
@@ -170,7 +170,7 @@ def checked_product(
     try:
         product = function(given)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if isinstance(error, (torch.OutOfMemoryError, CheckpointError)) or isinstance(function, Operator):
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
             raise
         expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
         fix = "Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ."
@@ -271,7 +271,7 @@ def number_type(
         dtype = torch.get_default_dtype() if found is None else found.dtype
     if device is None:
         device = torch.get_default_device() if found is None else found.device
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point:  # integers would be rounded, silently
         raise ConfigurationError("Vectors need a real floating-point type.", expected="such a dtype", got=str(dtype))
     return dtype, torch.device(device)
 

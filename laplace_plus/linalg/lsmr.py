@@ -109,9 +109,6 @@ def lsmr(
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
     problem = Problem("lsmr", b, min(m, n), atol=atol, rtol=btol, **options)
     A = problem.map(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters)
-    if isinstance(damp, Tensor) and (damp.ndim or not damp.is_floating_point()):
-        message = "damp must be a number."
-        raise ConfigurationError(message, expected="a float or a 0-d floating-point tensor", got=str(damp.shape))
     damping = torch.as_tensor(damp, dtype=problem.rows.dtype, device=b.device).detach()
     _, solution = solve_least_squares(A, problem, damping, problem.start(x0, n, dtype))
     damps, guesses = [damp] if isinstance(damp, Tensor) else [], [] if x0 is None else [x0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,10 @@ class Dense(Operator):
         symmetric: Whether the matrix equals its transpose.
 
     Raises:
-        OperatorError: Not a floating-point matrix, or not symmetric although declared so.
+        OperatorError: Not symmetric although declared so.
     """
 
     def __init__(self, matrix: Tensor, *, symmetric: bool = False):
-        _require(matrix, 2, "matrix")
         if symmetric and not _is_symmetric(matrix.detach()):
             what, expected = "The matrix is not symmetric.", "a matrix [n, n] that equals its transpose"
             raise OperatorError(what, expected=expected, got=str(list(matrix.shape)), fix="Leave symmetric=True out.")
@@ -59,15 +57,11 @@ class Diagonal(Operator):
 
     Args:
         entries: d, ``[n]``.
-
-    Raises:
-        OperatorError: Not a floating-point vector.
     """
 
     symmetric = True
 
     def __init__(self, entries: Tensor):
-        _require(entries, 1, "diagonal")
         self.entries = entries
         self.shape = (len(entries), len(entries))
         self.dtype, self.device = entries.dtype, entries.device
@@ -99,13 +93,6 @@ class Identity(Diagonal):
 
     def __init__(self, n: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None):
         Diagonal.__init__(self, torch.ones((), dtype=dtype, device=device).expand(n))
-
-
-def _require(tensor: Any, dimensions: int, name: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.ndim != dimensions or not tensor.is_floating_point():
-        what = f"The {name} has the wrong type or number of axes."
-        got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise OperatorError(what, expected=f"a floating-point tensor with {dimensions} axes", got=got)
 
 
 def _is_symmetric(matrix: Tensor) -> bool:
@@ -165,12 +152,9 @@ def as_operator(
         parameters: The tensors that A depends on; by default the leaves of the autograd graph of one product.
 
     Raises:
-        OperatorError: A symmetric operator that is not square, or an operator of another shape.
+        OperatorError: An operator of another shape.
     """
     rows, columns = (shape, shape) if isinstance(shape, int) else shape
-    if symmetric and rows != columns:
-        what, expected = "A symmetric operator is square.", "as many rows as columns"
-        raise OperatorError(what, expected=expected, got=f"{rows} × {columns}")
     if isinstance(function, Operator):
         if function.shape != (rows, columns):
             raise OperatorError("The operator has another shape.", expected=f"{(rows, columns)}", got=f"{function}")

@@ -175,14 +175,7 @@ class Operator(ABC):
         return Scaled(self, 1 / divisor) if _is_scalar(divisor) else NotImplemented
 
     def __matmul__(self, other: Operator) -> Operator:
-        return Product([self, other]) if isinstance(other, Operator) else self.__rmatmul__(other)
-
-    def __rmatmul__(self, other: Any) -> Operator:
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        what = "@ multiplies operators with operators."
-        fix = "Call A(v) for row-stacked vectors v [..., n], or write Dense(matrix)"
-        raise OperatorError(what, expected="an operator on either side", got=f"a tensor {tuple(other.shape)}", fix=fix)
+        return Product([self, other]) if isinstance(other, Operator) else NotImplemented
 
     def _details(self) -> str:
         """Text that ``repr`` adds to size and type."""
@@ -286,14 +279,10 @@ class Sum(Operator):
 
 
 class Product(Operator):
-    """``A B …``; nested products are flattened. OperatorError if factors do not fit."""
+    """``A B …``; nested products are flattened."""
 
     def __init__(self, factors: Sequence[Operator]):
         self.operands = tuple(x for each in factors for x in (each.operands if isinstance(each, Product) else (each,)))
-        for left, right in zip(self.operands, self.operands[1:], strict=False):
-            if left.shape[1] != right.shape[0] or (left.dtype, left.device) != (right.dtype, right.device):
-                what, expected = "The factors of a product do not fit.", f"{left.shape[1]} rows after {left!r}"
-                raise OperatorError(what, expected=expected, got=repr(right))
         first, last = self.operands[0], self.operands[-1]
         self.shape, self.dtype, self.device = (first.shape[0], last.shape[1]), first.dtype, first.device
         pairs = zip(self.operands, reversed(self.operands), strict=True)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.arguments import working_type
 
 Probes = Literal["signs", "sphere", "gaussian"]
@@ -38,14 +37,12 @@ def draw_probes(
         ``[count, n]``.
 
     Raises:
-        ConfigurationError: Another kind, or a type that is not real floating-point.
+        ConfigurationError: Another kind, or a count that is none.
     """
     checks.choice("probes", kind, get_args(Probes))
     checks.count("count", count, 0)
     checks.generator(generator)
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if not dtype.is_floating_point:
-        raise ConfigurationError("Probes need a real floating-point type.", expected="such a dtype", got=str(dtype))
     source = device if generator is None else generator.device
     wide = working_type(dtype)
     if kind == "signs":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
+from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.linalg.arguments import without_autocast, working_type
 from laplace_plus.linalg.krylov import require_symmetric
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach_one, number_type, require_finite
@@ -60,8 +60,7 @@ def slq_logdet(matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options
         -4.6052
     """
     size = shift.detach().item() if isinstance(shift, Tensor) else float(shift)
-    if not 0 <= size < math.inf:
-        raise ConfigurationError("The shift is out of range.", expected="a finite number ≥ 0", got=str(size))
+    checks.number("shift", size, least=0.0)
 
     def logarithm(values: Tensor) -> Tensor:
         smallest = values.detach().min().item()

@@ -73,10 +73,9 @@ class Problem:
         default = {torch.float64: 1e-10, torch.float32: 1e-6}.get(sides.dtype, 1e-2) if default is None else default
         self.atol = default if atol is None else number("atol", atol, least=0.0)
         self.rtol = default if rtol is None else number("rtol", rtol, least=0.0)
-        if not conlim >= 0:  # infinity is allowed
-            raise ConfigurationError("conlim is out of range.", expected="a number ≥ 0", got=repr(conlim))
+        self.conlim = number("conlim", conlim, least=0.0)
         self.cap = max(1000, 10 * size) if max_iterations is None else count("max_iterations", max_iterations)
-        self.method, self.conlim, self._progress = method, conlim, progress
+        self.method, self._progress = method, progress
         self._take(sides)
 
     def again(self, sides: Tensor) -> Self:

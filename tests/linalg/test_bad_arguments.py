@@ -86,7 +86,6 @@ REFUSED = {
     },
     ConfigurationError: {
         "lanczos, depth": lambda: linalg.lanczos(times, V, 0),
-        "lanczos, more than n": lambda: linalg.lanczos(times, V, N + 1),
         "lanczos, integers": lambda: linalg.lanczos(times, V.long(), 2),
         "arnoldi, a number": lambda: linalg.arnoldi(times, V.sum(), 2),
         "arnoldi, tolerance": lambda: linalg.arnoldi(times, V, 2, tolerance=float("nan")),
@@ -114,7 +113,6 @@ REFUSED = {
         "cg, integers": lambda: linalg.cg(times, V.long()),
         "cg, first guess": lambda: linalg.cg(times, V, x0=V[:3]),
         "cg, type of the first guess": lambda: linalg.cg(times, V, x0=V.float()),
-        "lsmr, damping": lambda: linalg.lsmr(times, times, V, damp=torch.zeros(2)),
         "lsmr, condition": lambda: linalg.lsmr(times, times, V, conlim=-1.0),
         "lsmr, columns": lambda: linalg.lsmr(times, None, V),
         "project_null_space, tolerance": lambda: linalg.project_null_space(times, times, V, atol=-1.0),
