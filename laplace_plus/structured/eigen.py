@@ -213,26 +213,16 @@ class DecomposedBlock(EigenBlock):
 
     def diagonalised(self, weights: Tensor) -> Diagonalised:
         """The diagonal form; with one component, at a weight of one."""
-        if not self.is_diagonalised(weights):
-            self.adopt_eigen(weights, [own.eigen() for own in self.sums_at(weights)])
-        assert self._found is not None
-        return self._found
-
-    def sums_at(self, weights: Tensor) -> list[GramSum]:
-        """The sums whose eigendecompositions are needed at these weights."""
         at = self._basis_weights(weights)
-        return self._sums_at(weights if at is None else at)
+        if self._found is None or not self.is_diagonalised(weights):
+            pairs = [own.eigen() for own in self._sums_at(weights if at is None else at)]
+            self._found = Diagonalised(at, pairs, *self.diagonalised_by(pairs))
+        return self._found
 
     def is_diagonalised(self, weights: Tensor) -> bool:
         """Whether the eigendecomposition at these weights is known."""
-        if self._found is None:
-            return False
-        at = self._basis_weights(weights)
-        return at is None or (self._found.weights is not None and torch.equal(self._found.weights, at))
-
-    def adopt_eigen(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> None:
-        """Take over the eigendecompositions of :meth:`sums_at`."""
-        self._found = Diagonalised(self._basis_weights(weights), pairs, *self.diagonalised_by(pairs))
+        at, known = self._basis_weights(weights), self._found
+        return known is not None and (at is None or (known.weights is not None and torch.equal(known.weights, at)))
 
     def _basis_weights(self, weights: Tensor) -> Tensor | None:
         """The weights ``[K]`` that an eigendecomposition belongs to; None where one serves all weights."""

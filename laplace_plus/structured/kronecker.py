@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.structured.blocks import Basis, Block, register_block
-from laplace_plus.structured.eigen import DecomposedBlock
+from laplace_plus.structured.eigen import DecomposedBlock, Diagonalised
 from laplace_plus.structured.gradients import (
     DenseGradients,
     EmbeddingGradients,
@@ -254,7 +254,7 @@ class KroneckerBlock(DecomposedBlock):
             for name, own in (("left_vectors", left[0]), ("right_vectors", block.right_sum)):
                 zeros = torch.zeros(own.groups, own.size, dtype=own.dtype, device=own.device)
                 pairs.append(EigenPairs(zeros, tensors.get(name)))
-            block.adopt_eigen(weights, pairs)
+            block._found = Diagonalised(weights, pairs, *block.diagonalised_by(pairs))
         return block
 
     @override

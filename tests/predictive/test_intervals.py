@@ -9,7 +9,7 @@ from problems import generator, normal
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LogDensity, Poisson
+from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from laplace_plus.predictive import from_functional, from_samples
 
 LEVELS = torch.tensor([0.01, 0.3, 0.5, 0.9], dtype=torch.float64)
@@ -121,10 +121,3 @@ def test_counts_have_a_deviation_but_no_quantile_function(link):
     with pytest.raises(UnsupportedError, match=r"sample\(\(1000,\)\).quantile\(q, dim=0\)"):
         prediction.quantile(0.5)
     assert prediction.distribution.sample((1000,)).quantile(0.5, dim=0).shape == (3, 2)
-
-
-def test_a_density_of_ones_own_has_no_quantile_function():
-    likelihood = LogDensity(lambda f, y: td.Cauchy(f, 0.5).log_prob(y).sum(-1))
-    prediction = from_samples(likelihood, normal(5, 3, 1))
-    with pytest.raises(UnsupportedError):
-        prediction.quantile(0.5)

@@ -58,16 +58,6 @@ def test_binary_probit_is_near_the_integral():
         assert (from_functional(Bernoulli(), mean, spread, link="probit").mean - truth).abs().max() < 0.02
 
 
-@pytest.mark.parametrize(("scale", "tolerance"), [(0.05, 0.01), (0.3, 0.02), (1.0, 0.04), (3.0, 0.06)])
-def test_probit_is_near_the_integral(scale, tolerance):
-    mean = normal(20, 4)
-    covariance = (scale * torch.eye(4, dtype=torch.float64)).expand(20, 4, 4)
-    truth = from_functional(Categorical(), mean, covariance, link="mc", n_samples=12_000, generator=generator()).mean
-    p = from_functional(Categorical(), mean, covariance, link="probit").mean
-    assert (p - truth).abs().max() < tolerance
-    torch.testing.assert_close(p.sum(-1), torch.ones(20, dtype=torch.float64))
-
-
 def laplace_of_dirichlet(alpha):
     """MacKay (1998): the Laplace approximation of ``Dirichlet(alpha)`` in the softmax basis."""
     n, inverse = len(alpha), 1 / alpha
@@ -237,18 +227,6 @@ def test_variances_alone_suffice_for_closed_forms(likelihood, link):
     assert (diagonal.mutual_information() >= 0).all()
 
 
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian(0.5), Poisson()])
-def test_variances_alone_suffice_for_monte_carlo_where_outputs_are_not_coupled(likelihood):
-    mean, covariance = gaussian(3, size=2, scale=0.3)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    full, diagonal = (
-        from_functional(likelihood, mean, given_covariance, link="mc", n_samples=50_000, generator=generator(seed))
-        for seed, given_covariance in enumerate((covariance, variance))
-    )
-    torch.testing.assert_close(diagonal.mean, full.mean, rtol=0.05, atol=0.02)
-    torch.testing.assert_close(diagonal.variance, full.variance, rtol=0.1, atol=0.02)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("likelihood", "link"), CLOSED)
 def test_half_precision_is_widened(likelihood, link, dtype):
@@ -319,12 +297,6 @@ def test_joint_gaussian_is_one_multivariate_normal():
     assert torch.equal(prediction.functional_covariance, covariance)
 
 
-def test_joint_of_one_number():
-    prediction = from_functional(Gaussian(0.5), torch.zeros(1, 1), torch.full((1, 1, 1, 1), 0.75), joint=True)
-    expected = td.Normal(0.0, 1.0).log_prob(torch.tensor(0.4))
-    torch.testing.assert_close(prediction.log_prob(torch.tensor([[0.4]])), expected)
-
-
 @pytest.mark.parametrize("lead", [(3,), (2, 2)])
 @pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
 def test_joint_classification_correlates_inputs(lead, link):
@@ -384,12 +356,6 @@ def test_links_that_need_covariances_say_so(link):
         from_functional(HeteroscedasticGaussian(), torch.zeros(2, 2), torch.ones(2, 2), link="mc")
 
 
-@pytest.mark.parametrize("n_samples", [0, -1, 2.5, True])
-def test_numbers_of_samples(n_samples):
-    with pytest.raises(ConfigurationError, match="n_samples"):
-        from_functional(Gaussian(), torch.zeros(1, 1), torch.ones(1, 1), n_samples=n_samples)
-
-
 def test_shapes_that_do_not_fit():
     with pytest.raises(ConfigurationError, match="does not fit the mean"):
         from_functional(Gaussian(), torch.zeros(3, 2), torch.ones(3, 3))
@@ -423,16 +389,3 @@ def test_negative_variances():
     # … but rounding is forgiven.
     prediction = from_functional(Gaussian(), torch.zeros(1, 2), torch.tensor([[1.0, -1e-9]]))
     assert prediction.epistemic.tolist() == [[1.0, 0.0]]
-
-
-@pytest.mark.parametrize("n_classes", [2, 3, 30])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
-def test_one_row_gives_what_it_gives_among_many(n_classes, scale):
-    mean = 3 * torch.randn(60, n_classes, generator=generator(0), dtype=torch.float64)
-    variance = scale * torch.rand(60, n_classes, generator=generator(1), dtype=torch.float64)
-    together = Categorical().predict(mean, variance, link="gumbel").distribution.logits
-    alone = [
-        Categorical().predict(*row, link="gumbel").distribution.logits
-        for row in zip(mean[:, None], variance[:, None], strict=True)
-    ]
-    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-10, atol=1e-12)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_plus.structured import DenseGradients, EmbeddingGradients, KroneckerBasis, OuterGradients, chunks
 from laplace_plus.structured.gradients import (
@@ -167,55 +166,3 @@ def test_repeated_columns_of_an_embedding_are_summed_before_they_are_squared():
     close(gradients.squares(), dense.square().sum((0, 1)))
     for mode in MODES:
         close(gradients.quadratic(weights, mode), expected(dense, weights, mode))
-
-
-class Written(TorchDispatchMode):
-    """How many bytes all results take, each memory counted once."""
-
-    def __init__(self):
-        super().__init__()
-        self.memory = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.memory[storage.data_ptr()] = storage
-        return result
-
-    def n_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.memory.values())
-
-
-def test_matrices_are_written_once_and_joined_ones_twice():
-    generator = torch.Generator().manual_seed(0)
-    gradients, dense = outer(2, 3, 1, 1, 30, 40, generator)
-    places = [ParameterSlices(own.view(gradients.shape)) for own in torch.arange(2400).split(1200)]
-    joined = JoinedGradients([(gradients, own) for own in places], 2400)
-    for own, size, most in ((gradients, dense.nbytes, 1.2), (joined, 2 * dense.nbytes, 2.2)):
-        with Written() as written:
-            own.dense(EVERY)
-        assert written.n_bytes() < most * size
-
-
-def test_squares_take_as_many_steps_for_many_cotangents():
-    generator = torch.Generator().manual_seed(0)
-    steps = []
-    for v in (2, 50):
-        gradients, dense = outer(v, 40, 1, 1, 6, 7, generator)
-        with Counted() as counted:
-            squares = gradients.squares()
-        close(squares, dense.square().sum((0, 1)))
-        steps.append(counted.n)
-    assert steps[0] == steps[1]
-
-
-class Counted(TorchDispatchMode):
-    """How many operations ran."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))

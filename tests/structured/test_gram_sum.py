@@ -74,14 +74,6 @@ def test_products_are_taken_when_there_are_as_many_rows_as_columns(count, step):
     assert not total.n_rows
 
 
-def test_rows_are_kept_as_they_were():
-    rows = rows_of(3)
-    total, expected = empty(), rows.mT @ rows
-    total.add_rows(rows)
-    rows.zero_()
-    torch.testing.assert_close(total.matrix(), expected)
-
-
 @pytest.mark.parametrize("count", [3, SIZE + 1])
 def test_clones_do_not_share_sums(count):
     total = sum_of(rows_of(count))

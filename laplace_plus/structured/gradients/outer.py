@@ -30,7 +30,7 @@ _SIDES = 8
 _WRITTEN = 2
 """MiB of a part of the written matrices."""
 
-_EVERY, _FIRST = slice(None), slice(0, 1)
+_EVERY = slice(None)
 
 _FEW = 16
 """Up to one entry in so many is computed by itself, faster than with whole matrices."""
@@ -69,7 +69,6 @@ class OuterGradients(ExampleGradients):
             where that is faster than expanding it first.
         left_basis: L ``[G, o, o]``, or None.
         right_basis: R ``[G, i, i]``, or None: the matrices are ``Lᵀ P R``.
-        is_shared: Whether all examples have the same left side (an expanded tensor), as one-hot cotangents have.
         right_sizes: ``(S, G, i)`` of the expanded right side, where that is known without expanding any of it.
     """
 
@@ -94,7 +93,6 @@ class OuterGradients(ExampleGradients):
             self.right_sizes = positions, right_groups, width
         self.n_positions, self.right_shape = self.right_sizes[0], self.right_sizes[1:]
         self.shape = (rows, columns, self.right_sizes[2])
-        self.is_shared = self.n_examples > 1 and self.n_positions == 1 and self.raw_left.stride(1) == 0
 
     def left(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Left side ``[V, b, S, G, o]`` of some examples."""
@@ -114,11 +112,10 @@ class OuterGradients(ExampleGradients):
         """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` (None for the identity) and ``R [G or 1, i, i]``."""
         dtype = self.dtype if self.dtype == right.dtype else torch.promote_types(self.dtype, right.dtype)
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
-            rows, columns = self.left(_FIRST if self.is_shared else _EVERY), self.right(_EVERY)
+            rows, columns = self.left(_EVERY), self.right(_EVERY)
             if dtype != self.dtype:
                 rows, columns = rows.to(dtype), columns.to(dtype)
             rows = rows if left is None else times(rows, left)
-            rows = rows.expand(-1, self.n_examples, -1, -1, -1) if self.is_shared else rows
             return OuterGradients(times(columns, right), rows, compute_dtype=dtype)
         left_basis = self.left_basis if left is None or self.left_basis is None else self.left_basis @ left
         return replace(
@@ -260,19 +257,13 @@ class OuterGradients(ExampleGradients):
                 return self._joint(weights)
             return self._written_quadratic(weights, mode) if self._writes(mode) else self._paired(weights, mode)
         right = self.right(_EVERY).squeeze(1)  # [B, G, i]
-        left = self.left(_FIRST if self.is_shared else _EVERY).flatten(2).transpose(0, 1)  # [B or 1, V, G·o]
+        left = self.left(_EVERY).flatten(2).transpose(0, 1)  # [B, V, G·o]
         if mode == "joint":
-            return self._rank_one_joint(left.expand(self.n_examples, -1, -1), right, weights)
+            return self._rank_one_joint(left, right, weights)
         scale = times(right.square(), weights.mT).flatten(1)  # [B, G·o]
-        if mode == "diagonal" and self.is_shared:
-            return scale @ left[0].square().T
         if mode == "diagonal":
             return torch.bmm(left.square(), scale[:, :, None])[..., 0]
-        if self.is_shared and left.shape[2] <= len(scale):  # one product, with a table no larger than the result
-            pairs = (left[0, :, None] * left[0]).flatten(0, 1)  # [V·V, G·o]
-            return (scale @ pairs.T).unflatten(1, (left.shape[1], -1))
-        scaled = left * scale.unsqueeze(1)
-        return scaled @ left.mT if self.is_shared else torch.bmm(scaled, left.mT)
+        return torch.bmm(left * scale.unsqueeze(1), left.mT)
 
     def _written_quadratic(self, weights: Tensor, mode: str) -> Tensor:
         results, roots, v = [], weights.sqrt(), self.n_cotangents
