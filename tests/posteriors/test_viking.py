@@ -22,7 +22,7 @@ from laplace_plus.errors import (
 )
 from laplace_plus.linalg.null_space import LSMRProjection
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
+from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, prior_divergence
 from laplace_plus.posteriors.viking.training import MeanTraining
 from laplace_plus.testing import PosteriorConformance, assert_untouched, snapshot
 
@@ -105,6 +105,42 @@ def test_lengths_of_the_noise_count_dimensions(problem):
     assert abs(squares.mean() - expected) < 4 * squares.std() / 400**0.5
     drawn = (posterior.sample(500, generator=generator()) - posterior.mean).square().sum(-1)
     assert abs(drawn.mean() - expected) < 4 * drawn.std() / 500**0.5 + 4 * squares.std() / 400**0.5
+
+
+# -- the divergence ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "image_std"), [(2.0, 0.3), (0.5, 1.7)])
+def test_divergence_is_that_of_dense_gaussians(alpha, image_std):
+    source = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(8, 3, generator=source, dtype=D))[0]
+    P = torch.eye(8, dtype=D) - basis @ basis.T
+    mean = torch.randn(8, generator=source, dtype=D)
+    covariance = P / alpha + image_std**2 * (torch.eye(8, dtype=D) - P)
+    q = torch.distributions.MultivariateNormal(mean, covariance)
+    prior = torch.distributions.MultivariateNormal(torch.zeros(8, dtype=D), torch.eye(8, dtype=D) / alpha)
+    found = prior_divergence(mean.square().sum(), 3, alpha, image_std)
+    assert abs(found - torch.distributions.kl_divergence(q, prior)) < 1e-8
+    assert found >= 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 40, 10**9])
+def test_divergence_of_an_isotropic_posterior_knows_no_rank(rank):
+    assert float(prior_divergence(torch.tensor(3.0), rank, 4.0, 0.5)) == 6.0
+
+
+def test_divergence_is_stationary_where_it_should_be():
+    distance, rank = torch.tensor(3.0, dtype=D), 5
+    alpha = (rank / (distance + rank * 0.4**2)).requires_grad_()
+    (slope,) = torch.autograd.grad(prior_divergence(distance, rank, alpha, 0.4), alpha)
+    assert abs(slope) < 1e-12
+    image = torch.tensor(4.0, dtype=D).rsqrt().requires_grad_()
+    (slope,) = torch.autograd.grad(prior_divergence(distance, rank, 4.0, image), image)
+    assert abs(slope) < 1e-12
+
+
+def test_terms_add_up():
+    assert ELBOTerms(3.0, 2.0, 1.0, 0.5, 4.0, 0.25).elbo == -3.5
 
 
 # -- the bound ---------------------------------------------------------------------------------------------------------
@@ -367,7 +403,7 @@ def test_everything_is_loaded(problem, tmp_path):
     posterior = lp.VIKING(net, "classification", mode=lp.ELBOTraining(epochs=1), n_samples=3)
     posterior.fit(data, generator=generator()).save(tmp_path / "p")
     loaded = lp.load(tmp_path / "p", net)
-    assert loaded.options() == posterior.options()
+    assert loaded.options == posterior.options
     assert loaded.history == posterior.history
     assert loaded.report.rank == posterior.report.rank
     assert torch.equal(loaded.samples, posterior.samples)
@@ -453,20 +489,6 @@ def test_kinks_are_warned_of_where_projections_are_differentiated():
     with pytest.warns(SmoothnessWarning, match="relu"):
         lp.VIKING(net, "classification", mode=training, n_samples=2).fit(data, generator=generator())
     lp.VIKING(net, "classification", n_samples=2).fit(data, generator=generator())
-
-
-def test_warnings_name_the_line_that_fits():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    data = [(torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 2)]
-    projector = LSMRProjection(max_iterations=2)
-    options = {"n_samples": 2, "projector": projector}
-    viking = lp.VIKING(net, "classification", mode={"epochs": 1}, scale_iterations=1, **options)
-    walk = lp.MetricBNN(net, "classification", n_particles=2, n_steps=4, latent={"epochs": 1})
-    for posterior in (viking, lp.NullSpace(net, "classification", **options), walk):
-        with pytest.warns() as caught:
-            posterior.fit(data)
-        assert {warning.filename for warning in caught} == {__file__}
 
 
 # -- what it loses -----------------------------------------------------------------------------------------------------
