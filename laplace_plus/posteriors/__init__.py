@@ -1,7 +1,7 @@
 """The posteriors, one method in one file."""
 
 from laplace_plus.posteriors.abnn import ABNN
-from laplace_plus.posteriors.base import Posterior, Summary
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -10,6 +10,7 @@ from laplace_plus.posteriors.low_rank import LowRank
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
 from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
 from laplace_plus.posteriors.null_space import LineSearch, NullSpace
+from laplace_plus.posteriors.public import Summary
 from laplace_plus.posteriors.registry import get_posterior, register
 from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
 from laplace_plus.posteriors.riemannian.riemannian import Riemannian

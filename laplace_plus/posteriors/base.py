@@ -1,7 +1,6 @@
-"""What every posterior has: a network, a likelihood and a prior; fitting, predicting, tuning and saving.
+"""What every posterior has: a network, a likelihood and a prior; fitting, tuning and saving.
 
-A method derives from :class:`Posterior` and gives ``fit_batches``, which returns a state, and ``sample``. Everything
-else follows. A method with options of its own, and more to remember than a mean::
+A method derives from :class:`Posterior` and gives ``fit_batches``, which returns a state, and ``sample``::
 
     @stored
     @dataclass(frozen=True)
@@ -13,141 +12,50 @@ else follows. A method with options of its own, and more to remember than a mean
             super().__init__(model, likelihood, **common)
             self.damping = damping
 
-        def fit_batches(self, data, *, progress=False, generator=None, before=None) -> RidgeState:
-            n_data, n_outputs, total = ...
-            for batch in self.batches(data, progress=progress, description="Ridge"):
-                ...
-            return RidgeState(self.network.vector(), n_data, n_outputs, 1 / (total + self.damping))
+        def fit_batches(self, data, *, progress=False) -> RidgeState:
+            for batch in self.batches(data, progress=progress): ...
+            return RidgeState(self.network.vector(), n_data, n_outputs, variances)
 
-        def sample(self, n, *, generator=None) -> Tensor:
-            ...  # self.state.variances
+        def sample(self, n, *, generator=None) -> Tensor: ...  # from self.state.variances
 
-What ``fit_batches`` does not take, the method cannot do: without ``before``, the state of earlier data, it has no
-``update``; without ``reduce`` no :func:`laplace_plus.distributed.fit`. It runs on a copy of the posterior whose
-attributes are adopted when it has returned, so that a failure changes nothing. Constructor arguments of the class's own
-are recorded in ``options``, the state is a value, and so :func:`laplace_plus.load` needs no code of the class.
+It runs on a copy of the posterior whose attributes are adopted when it has returned, so that a failure changes nothing.
+            return RidgeState(self.network.vector(), n_data, n_outputs, variances)
 """
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from laplace_plus import checks
-from laplace_plus._memory import parse_bytes
-from laplace_plus._progress import progress_bar
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.errors import (
     ConfigurationError,
-    DataError,
-    EmptyDataError,
     ModelChangedError,
     NotFittedError,
     SelectionError,
     UnsupportedError,
-    unknown_option,
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import Batch, batch_size, describe, inputs_of, iterate, signature_of
-from laplace_plus.network.gradients import forward_parts
-from laplace_plus.network.linearization import ADModes
-from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.network.batches import Batch, iterate, signature_of
+from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
-from laplace_plus.persistence import decode, digest, encode
-from laplace_plus.posteriors.state import State
+from laplace_plus.persistence import decode, encode
+from laplace_plus.posteriors.earlier import Earlier
+from laplace_plus.posteriors.predicting import Predicting
+from laplace_plus.posteriors.public import Summary, full_precision, positive, recording
 from laplace_plus.posteriors.storing import save
 from laplace_plus.posteriors.training_data import TrainingData
-from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import (
-    MOST_SAMPLES,
-    EstimatedPosterior,
-    is_sampled,
-    moments,
-    n_samples_for,
-    pushed,
-)
-from laplace_plus.predictive.from_outputs import stacked
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.tuning.base import Tuner, TuningResult, resolve_tuner
 
-M = TypeVar("M", bound=Callable[..., Any])
-Method = Literal["linearized", "sampled"]
 
-DRAWN_AT_ONCE, DRAWN_SINGLY = 2**26, 2**29
-"""Bytes of parameter vectors that are drawn in one call, and that are alive at a time where there are more."""
-
-
-def full_precision(method: M) -> M:
-    """Run a public method outside of the caller's autocast and inference mode, which only the network's pass sees."""
-
-    @wraps(method)
-    def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
-        checks.generator(keywords.get("generator"))
-        with exact_arithmetic(self.network, self._memory_budget):
-            return method(self, *args, **keywords)
-
-    return cast(M, wrapped)
-
-
-def _recording(constructor: M) -> M:
-    """A constructor that records the arguments of its class in ``options``, and explains unknown keywords."""
-    taken = signature(constructor).parameters
-    shared = signature(Posterior.__init__).parameters if "Posterior" in globals() else taken
-    own = [name for name, one in taken.items() if name not in shared and one.kind is not Parameter.VAR_KEYWORD]
-
-    @wraps(constructor)
-    def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
-        for name in keywords:
-            if name not in taken and name not in shared:
-                raise unknown_option(type(self).__name__, name, [*own, *[*shared][3:]])
-        if "options" not in vars(self) and not callable(getattr(type(self), "options", None)):  # the class's own
-            bound = signature(constructor).bind(self, *args, **keywords)
-            bound.apply_defaults()
-            self.options = {name: bound.arguments[name] for name in own}
-        constructor(self, *args, **keywords)
-
-    if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):  # the common ones, for help and introspection
-        rest = [one for name, one in shared.items() if name not in taken]
-        named = [one for one in taken.values() if one.kind is not Parameter.VAR_KEYWORD]
-        wrapped.__signature__ = Signature([*named, *rest])  # type: ignore[attr-defined]
-    return cast(M, wrapped)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Which parameter is treated how; prints as a table.
-
-    Attributes:
-        title: One line about the posterior.
-        rows: For each parameter its name, number of selected entries, layer and treatment.
-        prior: A line about the prior's groups; empty where they are the layers.
-    """
-
-    title: str
-    rows: tuple[tuple[str, int, str, str], ...]
-    prior: str = ""
-
-    def __str__(self) -> str:
-        table = [("parameter", "entries", "layer", "treatment")]
-        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
-        return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
-
-
-class Posterior(ABC):
+class Posterior(Predicting, Earlier):
     """A posterior over (some of) the parameters of a trained network, which itself is never changed.
 
     A subclass gives :meth:`fit_batches` and :meth:`sample`, and :meth:`functional_posterior` where it knows better than
@@ -187,9 +95,6 @@ class Posterior(ABC):
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {}
     """Classes of the tuners that this class supports, by shorthand; the first of them is ``"auto"``."""
 
-    default_method: ClassVar[Method] = "linearized"
-    """How ``predictive`` predicts unless it is told."""
-
     one_precision: ClassVar[bool] = False
     """Whether a single prior precision scales all entries, so that several are refused."""
 
@@ -204,7 +109,7 @@ class Posterior(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            cls.__init__ = _recording(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = recording(cls.__init__, Posterior.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -256,19 +161,6 @@ class Posterior(ABC):
             The :class:`State`.
         """
 
-    @abstractmethod
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; may live on another device.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: A number of draws that is not a positive integer.
-        """
-
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @full_precision
@@ -313,17 +205,16 @@ class Posterior(ABC):
         if reduce is not None and "reduce" not in taken:
             what = f"{type(self).__name__} cannot be fitted over several ranks."
             raise UnsupportedError(what, expected="fit() in one process, on all the data")
-        made, network = copy.copy(self), self.network
-        made._found = before
-        network.example_axes.clear()
-        network.reached.clear()
-        mark = network.mark()
+        made = copy.copy(self)
+        made._found, made.network = before, copy.copy(self.network)
+        if before is None:
+            made.network._forget()
+        mark = made.network.mark()
         offered = {**options, "before": before, "reduce": reduce, "update": before is not None}
         found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
-        made._mark = made.network.mark()
-        if made.network is network and made._mark != mark:
+        if (now := self.network.mark()) != mark:
             what, fix = "The network's forward pass writes to its own weights.", "Write to copies of them."
-            raise ModelChangedError(what, expected="no other weights after it", got=_changed(mark, made._mark), fix=fix)
+            raise ModelChangedError(what, expected="no other weights after it", got=_changed(mark, now), fix=fix)
         made._set_state(found if found is not None else made._earlier_state())
         if before is not None:
             made.training_data = self.training_data.plus(data)
@@ -340,221 +231,6 @@ class Posterior(ABC):
     def batches(self, data: Iterable[Any], *, progress: bool = False, description: str = "") -> Iterator[Batch]:
         """A loader's batches on the network's device."""
         return iterate(data, device=self.network.device, progress=progress, description=description)
-
-    # -- predicting ----------------------------------------------------------------------------------------------------
-
-    @full_precision
-    def functional_posterior(
-        self,
-        x: Any,
-        *,
-        joint: bool = False,
-        outputs: Outputs = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> FunctionalPosterior:
-        """Mean and covariance of the linearised network's outputs.
-
-        By default from 100 samples of the posterior, pushed through the network's tangent at its own weights.
-
-        Args:
-            x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
-            joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
-            outputs: None for all outputs, ``"diagonal"`` for variances only, ``"independent"`` for the variances of
-                independent outputs whose differences vary as nearly as can be likewise, or indices of some outputs.
-            differentiable: Whether gradients flow to ``x``.
-            generator: Source of randomness, for methods that use any.
-
-        Returns:
-            Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            UnsupportedError: ``differentiable``, where this method only knows samples.
-        """
-        self.require_fit()
-        if differentiable:
-            what = f"{type(self).__name__} passes no gradients to x."
-            raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
-        with torch.no_grad():
-            return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
-
-    @full_precision
-    def predictive(
-        self,
-        x: Any = None,
-        *,
-        method: Method | None = None,
-        link: str | None = None,
-        n_samples: int | None = None,
-        joint: bool = False,
-        generator: torch.Generator | None = None,
-        differentiable: bool = False,
-        **batch: Any,
-    ) -> Prediction:
-        """The posterior predictive distribution ``p(y | x, D)``.
-
-        With more than 64 outputs, the links ``"gumbel"`` and ``"probit"`` are given variances only: those of
-        ``functional_posterior(x, outputs="independent")`` or ``"diagonal"``. Mean, variance and log-probability are
-        the same, but what the prediction estimates by Monte Carlo (the split of the variance, the mutual information)
-        then treats outputs as uncorrelated. Where an example has more than 512 outputs (of all positions) and more than
-        the last layer is selected, these variances would take as many backward passes. They are then estimated from
-        samples, and ``prediction.standard_error`` says how well; the same call gives the same estimate.
-        ``method="linearized"`` computes them exactly, whatever it takes.
-
-        Args:
-            x: A batch's inputs.
-            method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
-                suits the class, and the quicker way to the former.
-            link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
-                ``"bridge"`` for classification, or ``"network"`` for the network's own probabilities; by default
-                :attr:`link`, or else the likelihood's first.
-            n_samples: Number of samples where any are drawn; by default 100, or of those variances as many as hold 2²⁶
-                numbers, from 5 to 100.
-            joint: Whether inputs are treated jointly, with their cross-covariances.
-            generator: Source of randomness.
-            differentiable: Whether gradients flow to ``x`` (linearised only).
-            **batch: In place of ``x``, the entries of a batch that is a mapping; its target is left out.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An unknown method, link or option.
-            DataError: Inputs that are no batch of what was fitted to.
-            ModelChangedError: The network's weights have changed since the fit.
-        """
-        self.require_fit()
-        if x is None:
-            x = inputs_of(batch)
-        elif batch:
-            raise unknown_option(
-                "predictive", next(iter(batch)), [*signature_of(Posterior.predictive).parameters][2:-1]
-            )
-        checks.choice("method", method, (None, "linearized", "sampled"))
-        likelihood = self.other_likelihood or self.likelihood
-        first, sampled = link or self.link or likelihood.links[0], (method or self.default_method) == "sampled"
-        count = MOST_SAMPLES if n_samples is None else n_samples
-        if sampled or first == "mc":
-            self.check_samples(count, x)
-        if sampled:
-            if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
-                what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
-                expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
-                got = f'method="sampled", link={link!r}, differentiable={differentiable}'
-                raise ConfigurationError(what, expected=expected, got=got)
-            with torch.no_grad():
-                drawn = torch.stack(list(self.sampled_outputs(x, count, generator)))
-            if self.n_outputs:
-                require_outputs(drawn.shape, self.n_outputs, x)
-            return from_samples(likelihood, drawn, generator=generator, joint=joint)
-        many = self.n_outputs > MANY_OUTPUTS
-        if first == "mc" and many and not differentiable:
-            drawn = self._functional_samples(x, count, joint=joint, generator=generator)
-            if drawn is not None:
-                return from_samples(likelihood, drawn, generator=generator, joint=joint)
-        needed = outputs_for(first, self.n_outputs) if many and not joint else None
-        options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable, "joint": joint}
-        known = signature_of(type(self).functional_posterior).parameters
-        if "generator" in known:  # a class may do without
-            options["generator"] = generator
-        may_estimate = needed and "n_samples" in known and method is None and not differentiable
-        if may_estimate and is_sampled(self.network, self.network.receive(x), variances=True):
-            own = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
-            options |= {"n_samples": n_samples or n_samples_for(self.n_parameters), "generator": own}
-        with torch.set_grad_enabled(differentiable):
-            found = self.functional_posterior(x, **options)
-            made = from_functional(likelihood, *found, link=first, n_samples=count, generator=generator, joint=joint)
-            if isinstance(found, EstimatedPosterior):
-                made = replace(made, without_each=found.without_each)
-            if made.marginal is None:
-                _ = made.samples  # drawn here and now rather than under the caller's autocast
-            return made
-
-    def __call__(self, x: Any = None, **options: Any) -> Prediction:
-        """:meth:`predictive`."""
-        return self.predictive(x, **options)
-
-    def predict_proba(self, x: Any, **options: Any) -> Tensor:
-        """Class probabilities of one batch, ``[N, K]``, a row for each observation; UnsupportedError without classes.
-
-        Arguments as of :meth:`predictive`; of binary outputs the columns are no and yes.
-        """
-        return self.likelihood.class_probabilities(self.predictive(x, **options).mean)
-
-    def predict(
-        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None, **options: Any
-    ) -> Prediction:
-        """One prediction for all batches of a loader, in its order.
-
-        Args:
-            data: Batches as :meth:`fit` takes them, or their inputs alone. Of a tuple of several the last entry is the
-                target, and not looked at.
-            progress: Whether to show a progress bar.
-            generator: Source of randomness. Sampled networks are the same for all batches.
-            **options: As for :meth:`predictive`, without ``joint``.
-
-        Raises:
-            EmptyDataError: No batch came.
-            DataError: One batch in place of a loader, or batches whose outputs differ in shape.
-        """
-        checks.generator(generator)
-        if isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable) or options.get("joint"):
-            what, got = "predict takes a loader, batch by batch.", describe(data)
-            raise DataError(what, got=got, fix="Call posterior(x), for joint predictions with joint=True.")
-        device = self.network.device if generator is None else generator.device
-        seed, found = draw_seed(generator), []
-        for item in progress_bar(data, enabled=progress, description=f"{type(self).__name__}: predict"):
-            if batch_size(inputs := inputs_of(item)):
-                source = torch.Generator(device).manual_seed(seed)
-                found.append(self.predictive(inputs, generator=source, **options))
-        if not found:
-            raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none")
-        return stacked(found)
-
-    other_likelihood: Likelihood | None = None
-    """That of the predictions, where they are of other outputs than the fit's; see ``lp.through``."""
-
-    def check_samples(self, n_samples: int, x: Any) -> None:
-        """Raise unless the number of samples is positive, and there is something to predict."""
-        checks.count("n_samples", n_samples)
-        if not batch_size(x):
-            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-
-    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
-        """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
-        x = self.network.receive(x)
-        forward_parts(self.network, x)  # as the fit may have seen smaller batches, or none where it was loaded
-        for vectors in self._sampled_chunks(n, generator):
-            yield from self.network.several(x, vectors)
-
-    def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
-        """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
-        if not is_sampled(self.network, self.network.receive(x), joint=joint):
-            return None
-        with torch.no_grad():
-            mean, moved = self._pushed(x, generator, n)
-            return mean + moved
-
-    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES) -> tuple[Tensor, Tensor]:
-        """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
-        x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
-        modes = vars(self).setdefault("_ad_modes", ADModes())
-        mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None, ad_modes=modes)
-        return mean + self._mean_shift(x), moved
-
-    def _mean_shift(self, x: Any) -> Tensor | float:
-        """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
-        shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
-        return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
-
-    def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""
-        each = max(1, self.n_parameters * self.network.dtype.itemsize)
-        if n * each <= DRAWN_AT_ONCE:
-            yield self.sample(n, generator=generator)
-            return
-        step = max(1, DRAWN_SINGLY // each)
-        for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
-            yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])
 
     # -- tuning --------------------------------------------------------------------------------------------------------
 
@@ -716,35 +392,6 @@ class Posterior(ABC):
         return self._found is not None
 
     @property
-    def mean(self) -> Tensor:
-        """The posterior mean ``[P]``; NotFittedError before a fit."""
-        if self._found is None:
-            self.require_fit()
-        return self._found.mean
-
-    @mean.setter
-    def mean(self, vector: Tensor) -> None:
-        self._with(mean=vector)
-
-    @property
-    def n_data(self) -> int:
-        """The number of examples seen; 0 before a fit."""
-        return 0 if self._found is None else self._found.n_data
-
-    @n_data.setter
-    def n_data(self, value: int) -> None:
-        self._with(n_data=value)
-
-    @property
-    def n_outputs(self) -> int:
-        """C, or 0 where the method does not say, and before a fit."""
-        return 0 if self._found is None else self._found.n_outputs
-
-    @n_outputs.setter
-    def n_outputs(self, value: int) -> None:
-        self._with(n_outputs=value)
-
-    @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the selected parameters, in the order of the parameter vector."""
         return self.network.parameter_names
@@ -843,7 +490,8 @@ class Posterior(ABC):
         if self.is_fitted and self.mean.device != own:
             tensors: dict[str, Tensor] = {}
             tree = encode(self._found, tensors, "state")
-            self._set_state(decode(tree, tensors, own))
+            self._found, self._mark = decode(tree, tensors, own), self.network.mark()
+            self.tangent_mean = None if self.tangent_mean is None else self.tangent_mean.to(own)
         return self
 
     def __copy__(self) -> Self:
@@ -868,73 +516,8 @@ class Posterior(ABC):
         if self._mark is not None:
             self._mark = self.network.mark()
 
-    @property
-    def memory_budget(self) -> int | None:
-        """Bytes that intermediate results may take."""
-        return self._memory_budget
 
-    @memory_budget.setter
-    def memory_budget(self, value: int | str | None) -> None:
-        self._memory_budget = None if value is None else parse_bytes(value)
-
-    data_attributes: tuple[str, ...] = ()
-
-    # -- what classes without a state need until they have one ---------------------------------------------------------
-
-    @property
-    def _vector(self) -> Any:
-        return None if self._found is None else self._found.mean
-
-    @_vector.setter
-    def _vector(self, vector: Any) -> None:
-        self.mean = vector
-
-    def _with(self, **parts: Any) -> None:
-        own = State(None, 0, 0) if self._found is None else self._found  # type: ignore[arg-type]
-        self._found = replace(own, **parts)
-
-    def _earlier_state(self) -> Any:
-        if self._vector is None:
-            self._with(mean=self.network.vector())
-        return self._found
-
-    def check_draws(self, **numbers: int) -> None:
-        """Raise for numbers that are not positive."""
-        for name, n in numbers.items():
-            checks.count(name, n)
-
-    def require_vectors(self, n: int, what: str) -> None:
-        """Accepted, and gone as soon as no class asks."""
-        _ = n, what
-
-    def share_hyperparameters(self, other: Posterior) -> None:
-        """Take over another posterior's prior, temperature and likelihood, and its network."""
-        self.network, self.model, self.likelihood = other.network, other.model, other.likelihood
-        self._prior_precision, self._prior_mean = other._prior_precision, other._prior_mean
-        self._temperature, self._prior_groups = other._temperature, other._prior_groups
-
-    def hyperparameter_digests(self) -> dict[str, str]:
-        """Each hyperparameter as a short text."""
-        noise = self.noise_std
-        own = {"prior_precision": self.prior_precision, "prior_mean": self._prior_mean, "temperature": self.temperature}
-        return {name: digest(value) for name, value in own.items()} | {
-            "noise_std": "none" if noise is None else digest(noise)
-        }
-
-    def remember_weights(self) -> None:
-        """Take the network's present weights for those of the fit."""
-        self._mark = self.network.mark()
-
-
-Posterior.__init__ = _recording(Posterior.__init__)  # type: ignore[method-assign]
-
-
-def positive(value: float | Tensor, name: str) -> Tensor:
-    """A positive number as a tensor; :class:`ConfigurationError` for anything else."""
-    tensor = as_hyperparameter(value, copy=True)
-    if tensor.ndim or not 0 < float(tensor.detach()) < torch.inf:
-        raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
-    return tensor
+Posterior.__init__ = recording(Posterior.__init__, Posterior.__init__)  # type: ignore[method-assign]
 
 
 def _changed(before: Any, now: Any) -> str:

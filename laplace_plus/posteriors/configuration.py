@@ -8,8 +8,9 @@ from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from laplace_plus.errors import ConfigurationError, unknown_option
-from laplace_plus.posteriors.base import Posterior, Summary, full_precision
-from laplace_plus.posteriors.base import positive as check_positive
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.public import Summary, full_precision
+from laplace_plus.posteriors.public import positive as check_positive
 
 __all__ = ["Summary", "check_positive", "common_arguments", "full_precision", "option_config", "resolve_option"]
 

@@ -26,7 +26,8 @@ from laplace_plus.errors import (
 from laplace_plus.likelihoods.base import describe, doubt_logits
 from laplace_plus.network.batches import to_device
 from laplace_plus.network.selection import tied_names
-from laplace_plus.posteriors.base import Posterior, Summary, full_precision, positive
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.public import Summary, full_precision, positive
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments
@@ -209,7 +210,7 @@ class GaussianPosterior(Posterior):
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             self.prior()  # refuses a prior of another shape
         super()._set_state(state)
-        self._factor_cache = self.tangent_mean = self.link = None
+        self.tangent_mean = self.link = None
         self.covariance_scale = 1.0
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
@@ -274,7 +275,7 @@ class GaussianPosterior(Posterior):
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
         precision, temperature, scale = self._prior_precision, self._temperature, self.covariance_scale
         versions = precision._version, temperature._version
-        key = (precision, temperature, *versions, scale, self.likelihood, self._prior_groups)
+        key = (self._found, precision, temperature, *versions, scale, self.likelihood, self._prior_groups)
         if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
             if scale != 1:
                 checks.positive("covariance_scale", scale)

@@ -26,8 +26,8 @@ from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import forward_parts, whole_layout
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.base import full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.structured import LowRankBlock, SampledSpectrum

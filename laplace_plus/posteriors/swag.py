@@ -33,8 +33,9 @@ from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network, unwrap
 from laplace_plus.network.selection import Selection, refine
-from laplace_plus.posteriors.base import Method, Posterior
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.sgd_path import DiagonalSWAG, PathMoments
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments, pushed

@@ -36,8 +36,8 @@ from laplace_plus.network.batches import Batch, batch_size
 from laplace_plus.network.gradients import forward_parts, pieces
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
-from laplace_plus.posteriors.base import Method
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable

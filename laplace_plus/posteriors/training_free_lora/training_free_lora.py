@@ -27,8 +27,9 @@ from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network.adapters import adapter_pairs
 from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.base import Method, Posterior
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least

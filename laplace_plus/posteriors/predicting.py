@@ -1,0 +1,277 @@
+"""How a posterior predicts: from samples of its weights, linearised at the network's own, or as it knows better."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus import checks
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, DataError, EmptyDataError, UnsupportedError, unknown_option
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of
+from laplace_plus.network.gradients import forward_parts
+from laplace_plus.network.linearization import ADModes
+from laplace_plus.network.network import Network
+from laplace_plus.posteriors.public import full_precision
+from laplace_plus.predictive import Prediction, from_functional, from_samples
+from laplace_plus.predictive.deviations import (
+    MOST_SAMPLES,
+    EstimatedPosterior,
+    is_sampled,
+    moments,
+    n_samples_for,
+    pushed,
+)
+from laplace_plus.predictive.from_outputs import stacked
+from laplace_plus.predictive.linearized import FunctionalPosterior
+from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
+
+Method = Literal["linearized", "sampled"]
+
+DRAWN_AT_ONCE, DRAWN_SINGLY = 2**26, 2**29
+"""Bytes of parameter vectors that are drawn in one call, and that are alive at a time where there are more."""
+
+
+class Predicting(ABC):
+    """The predictions of :class:`~laplace_plus.Posterior`."""
+
+    network: Network
+    likelihood: Likelihood
+    link: str | None
+    tangent_mean: Tensor | None
+
+    default_method: ClassVar[Method] = "linearized"
+    """How ``predictive`` predicts unless it is told."""
+
+    other_likelihood: Likelihood | None = None
+    """That of the predictions, where they are of other outputs than the fit's; see ``lp.through``."""
+
+    @abstractmethod
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; may live on another device.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: A number of draws that is not a positive integer.
+        """
+
+    @full_precision
+    def functional_posterior(
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> FunctionalPosterior:
+        """Mean and covariance of the linearised network's outputs.
+
+        By default from 100 samples of the posterior, pushed through the network's tangent at its own weights.
+
+        Args:
+            x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
+            joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
+            outputs: None for all outputs, ``"diagonal"`` for variances only, ``"independent"`` for the variances of
+                independent outputs whose differences vary as nearly as can be likewise, or indices of some outputs.
+            differentiable: Whether gradients flow to ``x``.
+            generator: Source of randomness, for methods that use any.
+
+        Returns:
+            Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: ``differentiable``, where this method only knows samples.
+        """
+        self.require_fit()
+        if differentiable:
+            what = f"{type(self).__name__} passes no gradients to x."
+            raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
+        with torch.no_grad():
+            return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
+
+    @full_precision
+    def predictive(
+        self,
+        x: Any = None,
+        *,
+        method: Method | None = None,
+        link: str | None = None,
+        n_samples: int | None = None,
+        joint: bool = False,
+        generator: torch.Generator | None = None,
+        differentiable: bool = False,
+        **batch: Any,
+    ) -> Prediction:
+        """The posterior predictive distribution ``p(y | x, D)``.
+
+        With more than 64 outputs, the links ``"gumbel"`` and ``"probit"`` are given variances only: those of
+        ``functional_posterior(x, outputs="independent")`` or ``"diagonal"``. Mean, variance and log-probability are
+        the same, but what the prediction estimates by Monte Carlo (the split of the variance, the mutual information)
+        then treats outputs as uncorrelated. Where an example has more than 512 outputs (of all positions) and more than
+        the last layer is selected, these variances would take as many backward passes. They are then estimated from
+        samples, and ``prediction.standard_error`` says how well; the same call gives the same estimate.
+        ``method="linearized"`` computes them exactly, whatever it takes.
+
+        Args:
+            x: A batch's inputs.
+            method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
+                suits the class, and the quicker way to the former.
+            link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
+                ``"bridge"`` for classification, or ``"network"`` for the network's own probabilities; by default
+                :attr:`link`, or else the likelihood's first.
+            n_samples: Number of samples where any are drawn; by default 100, or of those variances as many as hold 2²⁶
+                numbers, from 5 to 100.
+            joint: Whether inputs are treated jointly, with their cross-covariances.
+            generator: Source of randomness.
+            differentiable: Whether gradients flow to ``x`` (linearised only).
+            **batch: In place of ``x``, the entries of a batch that is a mapping; its target is left out.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An unknown method, link or option.
+            DataError: Inputs that are no batch of what was fitted to.
+            ModelChangedError: The network's weights have changed since the fit.
+        """
+        self.require_fit()
+        if x is None:
+            x = inputs_of(batch)
+        elif batch:
+            raise unknown_option(
+                "predictive", next(iter(batch)), [*signature_of(Predicting.predictive).parameters][2:-1]
+            )
+        checks.choice("method", method, (None, "linearized", "sampled"))
+        likelihood = self.other_likelihood or self.likelihood
+        first, sampled = link or self.link or likelihood.links[0], (method or self.default_method) == "sampled"
+        count = MOST_SAMPLES if n_samples is None else n_samples
+        if sampled or first == "mc":
+            self.check_samples(count, x)
+        if sampled:
+            if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
+                what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
+                expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
+                got = f'method="sampled", link={link!r}, differentiable={differentiable}'
+                raise ConfigurationError(what, expected=expected, got=got)
+            with torch.no_grad():
+                drawn = torch.stack(list(self.sampled_outputs(x, count, generator)))
+            if self.n_outputs:
+                require_outputs(drawn.shape, self.n_outputs, x)
+            return from_samples(likelihood, drawn, generator=generator, joint=joint)
+        many = self.n_outputs > MANY_OUTPUTS
+        if first == "mc" and many and not differentiable:
+            drawn = self._functional_samples(x, count, joint=joint, generator=generator)
+            if drawn is not None:
+                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+        needed = outputs_for(first, self.n_outputs) if many and not joint else None
+        options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable, "joint": joint}
+        known = signature_of(type(self).functional_posterior).parameters
+        if "generator" in known:  # a class may do without
+            options["generator"] = generator
+        may_estimate = needed and "n_samples" in known and method is None and not differentiable
+        if may_estimate and is_sampled(self.network, self.network.receive(x), variances=True):
+            own = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
+            options |= {"n_samples": n_samples or n_samples_for(self.n_parameters), "generator": own}
+        with torch.set_grad_enabled(differentiable):
+            found = self.functional_posterior(x, **options)
+            made = from_functional(likelihood, *found, link=first, n_samples=count, generator=generator, joint=joint)
+            if isinstance(found, EstimatedPosterior):
+                made = replace(made, without_each=found.without_each)
+            if made.marginal is None:
+                _ = made.samples  # drawn here and now rather than under the caller's autocast
+            return made
+
+    def __call__(self, x: Any = None, **options: Any) -> Prediction:
+        """:meth:`predictive`."""
+        return self.predictive(x, **options)
+
+    def predict_proba(self, x: Any, **options: Any) -> Tensor:
+        """Class probabilities of one batch, ``[N, K]``, a row for each observation; UnsupportedError without classes.
+
+        Arguments as of :meth:`predictive`; of binary outputs the columns are no and yes.
+        """
+        return self.likelihood.class_probabilities(self.predictive(x, **options).mean)
+
+    def predict(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None, **options: Any
+    ) -> Prediction:
+        """One prediction for all batches of a loader, in its order.
+
+        Args:
+            data: Batches as :meth:`fit` takes them, or their inputs alone. Of a tuple of several the last entry is the
+                target, and not looked at.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness. Sampled networks are the same for all batches.
+            **options: As for :meth:`predictive`, without ``joint``.
+
+        Raises:
+            EmptyDataError: No batch came.
+            DataError: One batch in place of a loader, or batches whose outputs differ in shape.
+        """
+        checks.generator(generator)
+        if isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable) or options.get("joint"):
+            what, got = "predict takes a loader, batch by batch.", describe(data)
+            raise DataError(what, got=got, fix="Call posterior(x), for joint predictions with joint=True.")
+        device = self.network.device if generator is None else generator.device
+        seed, found = draw_seed(generator), []
+        for item in progress_bar(data, enabled=progress, description=f"{type(self).__name__}: predict"):
+            if batch_size(inputs := inputs_of(item)):
+                source = torch.Generator(device).manual_seed(seed)
+                found.append(self.predictive(inputs, generator=source, **options))
+        if not found:
+            raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none")
+        return stacked(found)
+
+    def check_samples(self, n_samples: int, x: Any) -> None:
+        """Raise unless the number of samples is positive, and there is something to predict."""
+        checks.count("n_samples", n_samples)
+        if not batch_size(x):
+            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
+
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+        """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
+        x = self.network.receive(x)
+        forward_parts(self.network, x)  # as the fit may have seen smaller batches, or none where it was loaded
+        for vectors in self._sampled_chunks(n, generator):
+            yield from self.network.several(x, vectors)
+
+    def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+        """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
+        if not is_sampled(self.network, self.network.receive(x), joint=joint):
+            return None
+        with torch.no_grad():
+            mean, moved = self._pushed(x, generator, n)
+            return mean + moved
+
+    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES) -> tuple[Tensor, Tensor]:
+        """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
+        x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
+        modes = vars(self).setdefault("_ad_modes", ADModes())
+        mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None, ad_modes=modes)
+        return mean + self._mean_shift(x), moved
+
+    def _mean_shift(self, x: Any) -> Tensor | float:
+        """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
+        shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
+        return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
+
+    def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""
+        each = max(1, self.n_parameters * self.network.dtype.itemsize)
+        if n * each <= DRAWN_AT_ONCE:
+            yield self.sample(n, generator=generator)
+            return
+        step = max(1, DRAWN_SINGLY // each)
+        for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
+            yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])

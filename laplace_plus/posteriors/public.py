@@ -1,0 +1,87 @@
+"""What wraps constructors and public methods of posteriors, and what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from laplace_plus import checks
+from laplace_plus.errors import ConfigurationError, unknown_option
+from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.priors import as_hyperparameter
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def full_precision(method: M) -> M:
+    """Run a public method outside of the caller's autocast and inference mode, which only the network's pass sees."""
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
+        checks.generator(keywords.get("generator"))
+        with exact_arithmetic(self.network, self._memory_budget):
+            return method(self, *args, **keywords)
+
+    return cast(M, wrapped)
+
+
+def recording(constructor: M, common: Callable[..., Any]) -> M:
+    """A constructor that records the arguments of its class in ``options``, and explains unknown keywords.
+
+    Those of ``common``, the base class's constructor, are no options.
+    """
+    taken, shared = signature(constructor).parameters, signature(common).parameters
+    own = [name for name, one in taken.items() if name not in shared and one.kind is not Parameter.VAR_KEYWORD]
+
+    @wraps(constructor)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in taken and name not in shared:
+                raise unknown_option(type(self).__name__, name, [*own, *[*shared][3:]])
+        if "options" not in vars(self) and not callable(getattr(type(self), "options", None)):  # the class's own
+            bound = signature(constructor).bind(self, *args, **keywords)
+            bound.apply_defaults()
+            self.options = {name: bound.arguments[name] for name in own}
+        constructor(self, *args, **keywords)
+
+    if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):  # the common ones, for help and introspection
+        rest = [one for name, one in shared.items() if name not in taken]
+        named = [one for one in taken.values() if one.kind is not Parameter.VAR_KEYWORD]
+        wrapped.__signature__ = Signature([*named, *rest])  # type: ignore[attr-defined]
+    return cast(M, wrapped)
+
+
+def positive(value: float | Tensor, name: str) -> Tensor:
+    """A positive number as a tensor; :class:`ConfigurationError` for anything else."""
+    tensor = as_hyperparameter(value, copy=True)
+    if tensor.ndim or not 0 < float(tensor.detach()) < torch.inf:
+        raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
+    return tensor
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Which parameter is treated how; prints as a table.
+
+    Attributes:
+        title: One line about the posterior.
+        rows: For each parameter its name, number of selected entries, layer and treatment.
+        prior: A line about the prior's groups; empty where they are the layers.
+    """
+
+    title: str
+    rows: tuple[tuple[str, int, str, str], ...]
+    prior: str = ""
+
+    def __str__(self) -> str:
+        table = [("parameter", "entries", "layer", "treatment")]
+        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+        return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
