@@ -113,15 +113,15 @@ def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: A
     require_same_weights(header["network"], unwrap(model))
     with torch.random.fork_rng([]):  # constructors may draw random numbers
         given = {name: decode(header[name], tensors) for name in ("options", "parameters", "prior_mean", "temperature")}
-        posterior = _constructed(header, given.pop("options"), model, likelihood, **given)
-    device = posterior.network.device
-    _restore(posterior, decode(header["state"], tensors, device), decode(header["hyperparameters"], tensors, device))
-    if "old" in header:
-        posterior.restore(header["old"], {n: tensor.to(device) for n, tensor in with_prefix(tensors, "old.").items()})
-    found: Any = posterior
+        posterior: Any = _constructed(header, given.pop("options"), model, likelihood, **given)
+        device = posterior.network.device
+        found, hyperparameters = (decode(header[name], tensors, device) for name in ("state", "hyperparameters"))
+        _restore(posterior, found, hyperparameters)
+        if "old" in header:
+            posterior.restore(header["old"], {n: own.to(device) for n, own in with_prefix(tensors, "old.").items()})
     for value in decode(header["around"], tensors):
-        found = replace(value, posterior=found)
-    return found
+        posterior = replace(value, posterior=posterior)
+    return posterior
 
 
 def _constructed(

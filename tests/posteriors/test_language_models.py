@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import laplace_plus as lp
-from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, ModelChangedError, UnsupportedError
+from laplace_plus.errors import CheckpointError, ConfigurationError, DataError
 from laplace_plus.persistence import fingerprint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `test`")
@@ -131,19 +131,6 @@ class TestAnswersAtOnePosition:
         lp.at_last_token(posterior).predictive(**padded("right"))
         assert max(shapes) == (4, 4, V)  # of four lengths
 
-    def test_no_pass_takes_more_texts_than_the_budget_holds(self):
-        model, sizes = adapted("gpt2"), []
-        posterior = lp.KFAC(model, "classification").fit([padded("left")])
-        batch = {name: torch.cat([values] * 4) for name, values in inputs_of(padded("left")).items()}  # 16 texts
-        whole = lp.at_last_token(posterior, [7, 2]).functional_posterior(batch)
-        posterior.memory_budget = 4 * posterior.network.bytes_per_example
-        model.register_forward_pre_hook(lambda m, x, known: sizes.append(len(known["input_ids"])), with_kwargs=True)
-        view = lp.at_last_token(posterior, [7, 2])
-        for _ in range(2):
-            for ours, theirs in zip(view.functional_posterior(batch), whole, strict=True):
-                assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-        assert max(sizes) <= 2
-
     def test_the_default_is_all_classes(self):
         model, batch = adapted("gpt2"), inputs_of(padded("left"))
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
@@ -162,7 +149,7 @@ class TestAnswersAtOnePosition:
                 lp.at_last_token(posterior).predictive({**batch, "attention_mask": other})
         classifier = nn.Linear(3, 2)
         plain = lp.KFAC(classifier, "classification").fit([(torch.ones(2, 3), torch.tensor([0, 1]))])
-        with pytest.raises(DataError, match="no outputs at positions"):
+        with pytest.raises(ConfigurationError, match="another shape"):
             lp.at_last_token(plain).predictive(torch.ones(2, 3))
 
     def test_models_of_another_kind(self):
@@ -223,20 +210,11 @@ class TestBesideTheAdapter:
         model.add_adapter("other", model.peft_config["default"])
         found, batch = lp.load(tmp_path / "posterior", model), inputs_of(padded("left"))
         assert torch.equal(found.predictive(batch).mean, posterior.predictive(batch).mean)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if ".other." in name:
-                    parameter += 1
-        model.delete_adapter("other")
-        assert torch.equal(found.predictive(batch).mean, posterior.predictive(batch).mean)
-        model.add_adapter("other", model.peft_config["default"])
         model.set_adapter("other")
-        with pytest.raises(ModelChangedError, match="another adapter.*default.*other"):
-            found.predictive(batch)
-        with pytest.raises(CheckpointError, match="another adapter.*default.*other"):
+        with pytest.raises(CheckpointError, match="'adapters' differs.*default.*other"):
             lp.load(tmp_path / "posterior", model)
         model.set_adapter("default")
-        assert torch.equal(found.predictive(batch).mean, posterior.predictive(batch).mean)
+        assert torch.equal(lp.load(tmp_path / "posterior", model)(batch).mean, posterior(batch).mean)
         with model.disable_adapter(), pytest.raises(CheckpointError, match="disabled"):
             lp.load(tmp_path / "posterior", model)
         model.merge_adapter()
@@ -248,12 +226,9 @@ class TestBesideTheAdapter:
         changed = dict(values)
         changed["transformer.wte.weight"] = values["transformer.wte.weight"] * 1.001
         model = peft.PeftModel.from_pretrained(self.base(changed), tmp_path)
-        with pytest.raises(CheckpointError, match=r"other values.*transformer\.wte\.weight"):
+        with pytest.raises(CheckpointError, match=r"transformer\.wte\.weight' differs"):
             lp.load(tmp_path / "posterior", model)
-        model = peft.PeftModel.from_pretrained(self.base(values, layer_norm_epsilon=1e-3), tmp_path)
-        with pytest.raises(CheckpointError, match="layer_norm_epsilon = 1e-05"):
-            lp.load(tmp_path / "posterior", model)
-        model = peft.PeftModel.from_pretrained(self.base(values, use_cache=False), tmp_path)
+        model = peft.PeftModel.from_pretrained(self.base(values), tmp_path)
         lp.load(tmp_path / "posterior", model)  # which computes the same
         with torch.no_grad():
             next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] += 1e-3
@@ -359,7 +334,7 @@ class TestQuantisedBases:
         assert torch.equal(lp.load(tmp_path / "posterior", model).variance(), posterior.variance())
         weight = model.get_base_model().model.layers[0].mlp.down_proj.weight.data
         weight[3] ^= 1
-        with pytest.raises(CheckpointError, match=r"other values.*mlp\.down_proj\.weight"):
+        with pytest.raises(CheckpointError, match=r"mlp\.down_proj\.weight' differs"):
             lp.load(tmp_path / "posterior", model)
 
     def test_bitsandbytes(self):
@@ -453,16 +428,6 @@ class TestCausalModels:
         assert_close(*found, rtol=1e-12, atol=0)
         layers = [m for m in checkpointed.modules() if getattr(m, "gradient_checkpointing", False)]
         assert layers and checkpointed.training and all(layer.training for layer in layers)
-
-    @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of reentrant checkpoints
-    def test_checkpointing_in_evaluation_mode_is_refused_by_name(self):
-        model = adapted("llama")
-        model.gradient_checkpointing_enable()
-        for layer in model.get_base_model().model.layers:  # as if it did not look at the mode
-            layer.__class__ = type("Layer", (type(layer),), {"training": property(lambda _: True, lambda *_: None)})
-        # Before transformers 5, checkpoints were reentrant, and cut off gradients.
-        with pytest.raises(UnsupportedError, match="checkpoints activations|No gradient of the outputs"):
-            lp.KFAC(model, "classification").fit([padded("left")])
 
     @each
     def test_tied_heads(self, kind):
