@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,16 +35,16 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
-from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import Batch, iterate
+from laplace_plus.network.batches import iterate
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.deletions import INTERPOLATION, Deletions, Leverages
 from laplace_plus.tuning.fitted_data import check_training_prior
-from laplace_plus.tuning.leave_one_out import LeaveOneOut, Searched
+from laplace_plus.tuning.leave_one_out import LeaveOneOut
+from laplace_plus.tuning.left_out_losses import left_out_losses, link_options
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
-from laplace_plus.tuning.midpoints import neighbours
-from laplace_plus.tuning.noise import noise_from_residuals, trained_size
-from laplace_plus.tuning.training_end import DECAY_RATIO, TrainingEnd, training_end
+from laplace_plus.tuning.midpoints import Between, compared_between
+from laplace_plus.tuning.noise import noise_from_residuals
+from laplace_plus.tuning.training_end import DECAY_RATIO, TrainingEnd, trained_size, training_end
 from laplace_plus.tuning.validation import Validation
 
 SCALES = tuple(10 ** (-k / 4) for k in range(-4, 25))
@@ -153,11 +153,10 @@ class Auto:
             own.noise_std = residual if own.noise_std.ndim else residual.mean()
         evidence = MarginalLikelihood(tune_noise=False if noisy else self.tune_noise).tune(own, progress=progress)
         own.apply_tuning(evidence)
-        seed = draw_seed(generator) if (self.link or model.likelihood.links[0]) == "mc" else None
-        return self._leave_out(own, evidence, noisy, progress, seed)
+        return self._leave_out(own, evidence, noisy, progress, link_options(self, model.likelihood, generator))
 
     def _leave_out(
-        self, posterior: Tunable, evidence: TuningResult, noisy: bool, progress: bool, seed: int | None
+        self, posterior: Tunable, evidence: TuningResult, noisy: bool, progress: bool, options: dict[str, Any]
     ) -> AutoTuning:
         """The scale of the covariance that leaving out chooses, at the evidence's precision."""
         model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
@@ -184,8 +183,8 @@ class Auto:
             notes += f" {error.problem}" if error.problem else ""
         part = size < trained_size(posterior.network) and (noisy or end is not None)
         scales = SCALES if part else SCALES[SCALES.index(1.0) :]
-        tuner, ones = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples), torch.ones(1, device="cpu")
-        search = partial(tuner._search, base=precision, levels=ones, scales=scales, seed=seed, progress=progress)
+        at = {"base": precision, "levels": torch.ones(1, device="cpu"), "scales": scales}
+        search = partial(left_out_losses, **at, progress=progress, **options)
         try:
             left_out = search(deletions, noisy=noisy)
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
@@ -194,7 +193,7 @@ class Auto:
         between = None
         if model.likelihood.is_classifier and rows == n_data:
             try:
-                between = _between(posterior, data, first, int(min(ENOUGH, room)), search)
+                between = compared_between(posterior, data, first, int(min(ENOUGH, room)), search)
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 notes += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
@@ -239,7 +238,7 @@ class Auto:
         training = posterior.prior_precision.detach()
         if known := not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
             given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
-            training = given._training(posterior, model, data, progress)[0]
+            training = given.of_training(posterior, model, data, progress)[0]
         # The derivatives of each position's outputs pass through all positions of its example.
         affordable = share * rows**2 / n_data * model.n_outputs * trained_size(network) <= PRODUCTS
         if not (model.likelihood.is_classifier and affordable) or known and training.ndim:
@@ -282,26 +281,6 @@ def _why(chosen: str, scale: float, bounded: bool, interpolated: float | None, e
     return why
 
 
-class _Between(NamedTuple):
-    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
-
-    losses: Tensor
-    allowed: Tensor
-    accuracy: float
-
-
-def _between(
-    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Searched]
-) -> _Between | None:
-    """What at most so many midpoints of neighbouring data say; None without any, or where losses are not finite."""
-    near = neighbours(posterior, data, first, posterior.prior_precision.detach(), most)
-    if near is None:
-        return None
-    found, accuracy = search(near[0], noisy=False), near[1]
-    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
-    return _Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None
-
-
 class _Choice(NamedTuple):
     """The losses that chose, the place of the scale, and whether the network predicts instead."""
 
@@ -310,7 +289,7 @@ class _Choice(NamedTuple):
     own: bool
 
 
-def _choice(losses: Tensor, between: _Between | None, noisy: bool, may_be_own: bool) -> _Choice:
+def _choice(losses: Tensor, between: Between | None, noisy: bool, may_be_own: bool) -> _Choice:
     """By losses left out and their mean with those at midpoints: each is blind to some, so the wider, if allowed."""
     losses = losses if between is None else losses.where(between.allowed, torch.inf)
     both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]

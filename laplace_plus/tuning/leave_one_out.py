@@ -14,19 +14,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
-from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
-from laplace_plus.tuning.deletions import INTERPOLATION, DeletionBatch, Deletions, Leverages, Unit, leave_out
+from laplace_plus.tuning.deletions import INTERPOLATION, Deletions, Leverages, Unit
 from laplace_plus.tuning.fitted_data import (
     check_training_prior,
     precision_of_weight_decay,
@@ -34,6 +31,7 @@ from laplace_plus.tuning.fitted_data import (
     unknown_training_prior,
 )
 from laplace_plus.tuning.laplace import LaplaceModel
+from laplace_plus.tuning.left_out_losses import left_out_losses, link_options
 from laplace_plus.tuning.left_out_predictions import require_leave_one_out
 from laplace_plus.tuning.validation import checked_grid, grid_settled
 
@@ -64,15 +62,6 @@ class LeaveOneOutTuning(TuningResult):
     largest_leverage: float
     precisions: Tensor
     losses: Tensor
-
-
-class Searched(NamedTuple):
-    """Of precisions and scales mean losses ``[G · S]``, and noise factors or else a classifier's mean confidences."""
-
-    losses: Tensor
-    factors: Tensor
-    largest_leverage: float
-    n_observations: float
 
 
 @dataclass(frozen=True)
@@ -147,11 +136,11 @@ class LeaveOneOut:
             raise UnsupportedError(what, expected='lp.Gaussian and link="exact"', got=got, fix="Pass tune_noise=False.")
         data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
         initial = posterior.prior_precision.detach()
-        training, training_noise = self._training(posterior, model, data, progress)
+        training, training_noise = self.of_training(posterior, model, data, progress)
         deletions = Deletions(posterior, data, self.kappa * training, training_noise, self.leverages, self.unit)
-        seed = draw_seed(generator) if (self.link or model.likelihood.links[0]) == "mc" else None
+        options = link_options(self, model.likelihood, generator)
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-        search = partial(self._search, deletions, base, seed=seed, noisy=noisy, progress=progress)
+        search = partial(left_out_losses, deletions, base, noisy=noisy, progress=progress, **options)
         if self.grid is None:
             centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
             levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
@@ -189,7 +178,7 @@ class LeaveOneOut:
             losses=losses,
         )
 
-    def _training(
+    def of_training(
         self, posterior: Tunable, model: LaplaceModel, data: Iterable[Any], progress: bool
     ) -> tuple[Tensor, Any]:
         """The prior precision of training, and the noise that belongs to it (None for the likelihood's)."""
@@ -208,67 +197,6 @@ class LeaveOneOut:
         training = as_hyperparameter(precision).detach()
         model.prior(training)  # raises for an unusable precision
         return training, noise
-
-    def _search(
-        self,
-        deletions: Deletions,
-        base: Tensor,
-        levels: Tensor,
-        scales: Sequence[float] = (1.0,),
-        *,
-        seed: int | None,
-        noisy: bool,
-        progress: bool,
-    ) -> Searched:
-        """The losses at precisions ``level · base`` and scales of V, in one pass."""
-        likelihood, own = deletions.model.likelihood, deletions.leverages == "own"
-        terms = self._noise_terms if noisy else self._loss
-        totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
-        valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
-        n_entries, n_observations, largest = 0.0, 0.0, []
-        for batch in deletions.batches([(base * level, None) for level in levels], progress=progress):
-            counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
-            n_observations += counted
-            n_entries += counted * batch.outputs.shape[-1]
-            largest.append(batch.leverages.amax(-1))
-            if bool((largest[-1] >= deletions.limit).any()):
-                continue  # they are refused, once all are counted
-            for number, covariance in enumerate(batch.covariances):
-                if own or deletions.without_own:
-                    leverages, _, left = leave_out(covariance, batch.root, batch.gradient)
-                    below = (leverages < deletions.limit).all(-1)
-                    valid[number] &= not own or bool(below.all())
-                    covariance = torch.where(below[:, None, None], left, covariance)
-                if valid[number]:
-                    covariance = batch.by_position(covariance)
-                    totals[number] += torch.stack([terms(likelihood, batch, s * covariance, seed) for s in scales])
-        deletions.check(largest)
-        losses, factors = totals[..., 0], totals[..., 1] / n_observations
-        if noisy:
-            factors = (totals[..., 1] / n_entries).sqrt()
-            # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
-            losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
-        losses = torch.where(valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
-        return Searched(losses.flatten(), factors.flatten(), float(torch.cat(largest).max()), n_observations)
-
-    def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
-        """A batch's loss, and a classifier's confidences: the probabilities of the most probable classes."""
-        generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
-        options: dict[str, Any] = {"link": self.link, "n_samples": self.n_samples, "generator": generator}
-        found = from_functional(likelihood, batch.mean, covariance, **options)
-        p = found.mean
-        sure = p.amax(-1) if likelihood.couples_outputs else torch.maximum(p, 1 - p).mean(-1)
-        return torch.stack([-found.log_prob(batch.targets).sum(), sure.sum()]).double().cpu()
-
-    def _noise_terms(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, _: Any) -> Tensor:
-        """Half a batch's log-determinants, and its squared Mahalanobis distances."""
-        assert likelihood.noise_std is not None
-        flat, targets, _ = likelihood.rows(batch.mean, batch.targets)
-        noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1])
-        lower = torch.linalg.cholesky(covariance.reshape(len(flat), *covariance.shape[-2:]) + torch.diag(noise))
-        distance = torch.linalg.solve_triangular(lower, (targets - flat)[..., None], upper=False)
-        determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum()
-        return torch.stack([determinants, distance.square().sum()]).double().cpu()
 
 
 def _warn_of_interpolation(model: LaplaceModel, n_observations: float) -> None:

@@ -13,8 +13,8 @@ average is too wide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,3 +70,23 @@ def _undisplaced(inputs: Any, outputs: Tensor) -> list[Tensor]:
     """No covariance ``[U, C, C]``."""
     flat = outputs.flatten(0, -2)
     return [flat.new_zeros(*flat.shape, flat.shape[-1])]
+
+
+class Between(NamedTuple):
+    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
+
+    losses: Tensor
+    allowed: Tensor
+    accuracy: float
+
+
+def compared_between(
+    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Any]
+) -> Between | None:
+    """What at most so many midpoints of neighbouring data say; None without any, or where losses are not finite."""
+    near = neighbours(posterior, data, first, posterior.prior_precision.detach(), most)
+    if near is None:
+        return None
+    found, accuracy = search(near[0], noisy=False), near[1]
+    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
+    return Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.fitted_data import FittedData
 from laplace_plus.tuning.tangent_model import batch_jacobian
+from laplace_plus.tuning.training_end import trained_size
 
 INTERPOLATED = 0.01
 """Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
@@ -171,8 +172,3 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
     squares = left.square().mean(1)
     best = int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())
     return left[best], 1 - block[best].diagonal(dim1=-2, dim2=-1)
-
-
-def trained_size(network: Network) -> int:
-    """The number of the model's trainable weights, selected or not."""
-    return sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)

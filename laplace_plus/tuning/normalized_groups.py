@@ -11,11 +11,10 @@ parameters in which it is jointly homogeneous: multiplying all of them by k > 0 
 - Linear maps give their output the set of weight and bias.
 - Reshaping, pooling, rectifiers and products with other tensors keep the set.
 - Sums and concatenations unite sets, so that all summands of a residual stream are normalised together.
-- A normalisation removes the scale of its input's set.
-- In any other use, the network's output included, the scale matters.
+- A normalisation removes the scale of its input's set. After any other operation, no set is known.
 
-Finally each group is rescaled on trial. Groups that change the outputs, because the network hides an operation, are
-dropped.
+So it proposes groups. Each is rescaled on trial, and those that change the outputs are dropped: those whose scale
+matters elsewhere, too, or on which the network has hidden an operation.
 
 For batch normalisation the running statistics belong to the rescaled group: as (W, b) → k (W, b), the mean goes to
 k · mean and the variance to k² · variance. For the other normalisations ``J θ_group = 0``. The ε in a normalisation's
@@ -78,18 +77,11 @@ _KEEPING = frozenset(
 )
 """Names of functions of one tensor that are positively homogeneous in it."""
 
-_JOINING = frozenset({"cat", "concat", "concatenate", "hstack", "stack", "vstack"})
-"""Names of functions that join tensors; their plain numbers are axes."""
-
-_SUMS = _JOINING | {"add", "maximum", "minimum", "rsub", "sub", "where"}
+_SUMS = frozenset("add cat concat concatenate hstack maximum minimum rsub stack sub vstack where".split())  # noqa: SIM905
 """Names of functions that are positively homogeneous in all of their tensors together."""
 
 _PRODUCTS = frozenset({"bmm", "div", "divide", "einsum", "matmul", "mm", "mul", "multiply", "mv", "true_divide"})
 """Names of functions that are linear in each of their tensors (a quotient in the first one)."""
-
-_READS = frozenset({"__bool__", "__float__", "__int__", "__setitem__", "item", "numpy", "tolist"})
-"""Names of functions that return no tensor but read the entries."""
-
 
 _OPERATORS = {"truediv": "div", "itruediv": "div"} | {
     prefix + name: name for prefix in "ri" for name in ("add", "sub", "mul", "matmul")
@@ -124,10 +116,8 @@ def normalized_groups(network: Network, inputs: Any) -> Groups:
     """
     inputs, tracer = network.receive(inputs), _Tracer(network.parameters)
     with torch.no_grad(), tracer:
-        output = network.raw(inputs, tracer.parameters)
-    tracer.escape(output)
-    groups = tracer.scale_free()
-    free = {name for group in groups if _is_free(network, inputs, group) for name in group}
+        network.raw(inputs, tracer.parameters)
+    free = {name for group in tracer.proposed() if _is_free(network, inputs, group) for name in group}
     last = None if tracer.last_used is None else layer_of(tracer.last_used)
     apart = [item.name in free or item.layer == last for item in network.selected]
     keys = [f"layer {item.layer}" if own else REST for item, own in zip(network.selected, apart, strict=True)]
@@ -172,17 +162,12 @@ class _Tracer(TorchFunctionMode):
         # Ids are unique among living tensors only: keep every tensor that has a set.
         self._alive: list[Tensor] = list(parameters.values())
         self._leader = {name: name for name in parameters}
-        self._escaped: set[str] = set()
         self._normalised: set[str] = set()
 
-    def scale_free(self) -> list[list[str]]:
-        """Sets of parameters whose common scale a normalisation removes."""
-        leaders = {self._find(name) for name in self._normalised} - {self._find(name) for name in self._escaped}
-        return [[name for name in self.parameters if self._find(name) == leader] for leader in sorted(leaders)]
-
-    def escape(self, tree: Any) -> None:
-        """Record that the scale of these tensors matters."""
-        self._escaped.update(*(self._set(tensor) for tensor in _tensors(tree)))
+    def proposed(self) -> list[list[str]]:
+        """Sets of parameters whose common scale a normalisation removes somewhere."""
+        leaders = sorted({self._find(name) for name in self._normalised})
+        return [[name for name in self.parameters if self._find(name) == leader] for leader in leaders]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -193,76 +178,54 @@ class _Tracer(TorchFunctionMode):
         produced = list(_tensors(output))
         if own and produced:
             self.last_used = own[-1]
-        if any(id(tensor) in self._sets for tensor in tensors):
-            self._follow(func, args, kwargs, tensors, produced)
-        elif produced:
-            self._mark(produced, frozenset())  # written to in place, or new
+        if produced:
+            known = any(id(tensor) in self._sets for tensor in tensors)
+            names = self._follow(func, args, kwargs, tensors) if known else frozenset()
+            for tensor in produced:  # written to in place, or new
+                if names and tensor.is_floating_point():
+                    self._sets[id(tensor)] = names
+                    self._alive.append(tensor)
+                else:
+                    self._sets.pop(id(tensor), None)
         return output
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], produced: list[Tensor]) -> None:
-        name = _plain_name(func)
+    def _follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
+        """The set of what a function returns."""
+        name, floating = _plain_name(func), [tensor for tensor in tensors if tensor.is_floating_point()]
         if func in _LINEAR:
-            self._mark(produced[:1], self._linear(func, args, kwargs, tensors))
-        elif func in _NORMS:
-            self._mark(produced, self._norm(func, args, kwargs, tensors))
-        elif func is F.scaled_dot_product_attention:
-            value = kwargs["value"] if "value" in kwargs else args[2]
-            self.escape([tensor for tensor in tensors if tensor is not value])
-            self._mark(produced, self._set(value))
-        elif not produced:
-            if name in _READS:
-                self.escape(tensors)
-        elif name in _KEEPING or name == "pad" and kwargs.get("value") in (None, 0) and len(args) < 4:
-            floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-            self._mark(produced, self._together(floating[:1], floating[1:]))
-        elif name in _SUMS:
-            floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-            shifted = name not in _JOINING and any(_is_shift(n) for n in (*args, kwargs.get("other", 0)))
-            self.escape(floating if shifted else ())
-            self._mark(produced, frozenset() if shifted else self._together(floating, []))
-        elif name in _PRODUCTS:
-            self._mark(produced, self._product(name, tensors))
-        else:
-            self.escape(tensors)
-            self._mark(produced, frozenset())
-
-    def _linear(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
-        names = _LINEAR[func] or F.multi_head_attention_forward.__code__.co_varnames
-        given = dict(zip(names, args, strict=False)) | kwargs
-        weight = next(given[name] for name in ("out_proj_weight", "weight", "mat2") if name in given)
-        bias = given.get("out_proj_bias", given.get("bias"))
-        if given.get("max_norm") is not None:
-            bias = weight.new_zeros(())  # rescales the table itself
-        return self._together([part for part in (weight, bias) if part is not None], tensors)
-
-    def _norm(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
-        given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
-        self._normalised |= self._set(given["input"])
-        others = [tensor for tensor in tensors if tensor is not given["input"]]
-        if given.get("weight") is None:
-            self.escape(others)
-            return frozenset()
-        return self._together([given[name] for name in ("weight", "bias") if given.get(name) is not None], others)
+            names = _LINEAR[func] or F.multi_head_attention_forward.__code__.co_varnames
+            given = dict(zip(names, args, strict=False)) | kwargs
+            weight = next(given[name] for name in ("out_proj_weight", "weight", "mat2") if name in given)
+            bias = given.get("out_proj_bias", given.get("bias"))
+            rescaled = given.get("max_norm") is not None  # the table itself
+            return frozenset() if rescaled else self._together([part for part in (weight, bias) if part is not None])
+        if func in _NORMS:
+            given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
+            self._normalised |= self._set(given["input"])
+            return self._together([given[name] for name in ("weight", "bias") if given.get(name) is not None])
+        if func is F.scaled_dot_product_attention:
+            return self._set(kwargs["value"] if "value" in kwargs else args[2])
+        if name in _KEEPING or name == "pad" and kwargs.get("value") in (None, 0) and len(args) < 4:  # noqa: PLR2004
+            return self._together(floating[:1])
+        if name in _SUMS:
+            return self._together(floating)
+        return self._product(name, tensors) if name in _PRODUCTS else frozenset()
 
     def _product(self, name: str, tensors: list[Tensor]) -> frozenset[str]:
         with_set = [tensor for tensor in tensors if self._set(tensor)]
         # In an activation times a bare parameter, such as a layer scale, follow the activation.
         activations = [tensor for tensor in with_set if id(tensor) not in self._own]
         chosen = activations if len(activations) == 1 else with_set
-        if len(chosen) != 1 or (name.endswith("div") or name.endswith("divide")) and chosen[0] is not tensors[0]:
-            self.escape(with_set)
-            return frozenset()
-        self.escape([tensor for tensor in with_set if tensor is not chosen[0]])
-        return self._set(chosen[0])
+        quotient = name.endswith(("div", "divide"))
+        return (
+            self._set(chosen[0]) if len(chosen) == 1 and not (quotient and chosen[0] is not tensors[0]) else frozenset()
+        )
 
-    def _together(self, parts: list[Tensor], others: list[Tensor]) -> frozenset[str]:
-        """The joint set of ``parts``, if each has one; the scale of ``others`` matters."""
-        self.escape([tensor for tensor in others if all(tensor is not part for part in parts)])
-        if not all(self._set(part) for part in parts):
-            self.escape(parts)
-            return frozenset()
-        names: frozenset[str] = frozenset().union(*(self._set(part) for part in parts))
-        for name in names:  # from now on rescaled together only
+    def _together(self, parts: list[Tensor]) -> frozenset[str]:
+        """The joint set of some tensors, if each has one; from now on its parameters are rescaled together only."""
+        sets = [self._set(part) for part in parts]
+        names: frozenset[str] = frozenset().union(*sets) if all(sets) else frozenset()
+        for name in names:
             self._leader[self._find(name)] = self._find(min(names))
         return names
 
@@ -274,26 +237,14 @@ class _Tracer(TorchFunctionMode):
     def _set(self, value: Any) -> frozenset[str]:
         return self._sets.get(id(value), frozenset())
 
-    def _mark(self, tensors: list[Tensor], names: frozenset[str]) -> None:
-        for tensor in tensors:
-            if names and tensor.is_floating_point():
-                self._sets[id(tensor)] = names
-                self._alive.append(tensor)
-            else:
-                self._sets.pop(id(tensor), None)
-
 
 def _plain_name(func: Any) -> str:
     """A function's name, the same for its function, method, operator and in-place forms."""
     name: str = getattr(func, "__name__", "")
-    if name in _KEEPING | _READS:
+    if name in _KEEPING:
         return name
     bare = name.strip("_")
     return _OPERATORS.get(bare, bare)
-
-
-def _is_shift(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -152,3 +152,8 @@ def _is_stationary(network: Network, gradient: Tensor, away: Tensor) -> bool:
     pairs = tensors, [torch.cat(own) for own in products]
     cosines = [torch.cosine_similarity(along, square, dim=0) for along, square in pairs]
     return bool(cosines[0] >= STATIONARY and cosines[1] >= (STATIONARY if len(sizes) < 3 else STATIONARY_ROWS))
+
+
+def trained_size(network: Network) -> int:
+    """The number of the model's trainable weights, selected or not."""
+    return sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
