@@ -41,9 +41,6 @@ class LineSearch:
         allowance: By how much it may exceed the trained network's, in nats for each target.
         n_samples: Number of sampled networks.
         data: The training data; by default the loaders of the fit.
-
-    Raises:
-        ConfigurationError: A number that is not positive.
     """
 
     allowance: float = 0.01
@@ -124,9 +121,6 @@ class NullSpace(ProjectedNoisePosterior):
         n_samples: Number k of samples.
         chunk_size: Number of vectors that are pushed through the network at a time.
         parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
-
-    Raises:
-        ConfigurationError: An unknown kind of rows, projector or number.
 
     Example:
         >>> import laplace_plus as lp

@@ -90,7 +90,6 @@ class SampledLaplace(SampleBased):
         parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
     Raises:
-        ConfigurationError: An unknown solver or number of samples, besides what :class:`Posterior` raises.
         UnsupportedError: A backend other than the native one with the generalised Gauss-Newton matrix.
 
     Example:

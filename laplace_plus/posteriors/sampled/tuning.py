@@ -108,9 +108,6 @@ class SampledEvidence:
         tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
             the change of the logarithm of the noise variance.
         optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
-
-    Raises:
-        ConfigurationError: An option that is none of these.
     """
 
     method: SampledMethod = "mackay"

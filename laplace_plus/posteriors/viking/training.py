@@ -52,9 +52,6 @@ class ELBOTraining:
         n_projected: Vectors that are projected at the start of each epoch.
         gamma: γ of alternating projections, how much of the noise is kept from one batch to the next.
         n_samples: Sampled networks for each batch.
-
-    Raises:
-        ConfigurationError: Numbers out of range, or another kind of noise.
     """
 
     epochs: int = 50

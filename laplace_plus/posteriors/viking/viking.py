@@ -96,9 +96,6 @@ class VIKING(ProjectedNoisePosterior):
         chunk_size: Number of vectors that are pushed through the network at a time.
         parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
-    Raises:
-        ConfigurationError: An unknown option, besides what :class:`Posterior` raises.
-
     Example:
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
