@@ -39,7 +39,7 @@ from laplace_plus.structured import (
     KroneckerBlock,
     OuterGradients,
 )
-from laplace_plus.structured.layout import CHANNELS, EMBEDDING, MATRIX, Layout
+from laplace_plus.structured.layout import CHANNELS, EMBEDDING, GENERAL, MATRIX, Layout
 from laplace_plus.structured.limited_rank import gram_sum
 
 B = TypeVar("B", bound=Block)
@@ -68,7 +68,6 @@ class Accumulation(ABC):
     ):
         self.gradients, self.structure, self.n_components, self.used = gradients, structure, n_components, used
         self.total = Curvature([]) if total is None else total
-        self._is_begun = total is not None
         self._blocks: dict[str, Block] = {}
         for layout, block in self.total.blocks:
             self._blocks[layout.key] = block
@@ -80,30 +79,51 @@ class Accumulation(ABC):
         """Add the cotangents ``[V, B, *, C]``, which belong to components ``[V]``."""
 
     def finish(self) -> Curvature:
-        """The sum, after all cotangents; DataError if the batch used parameters otherwise than earlier ones."""
+        """The sum, after all cotangents; blocks that no batch has used so far are zero."""
         for late in self.deferred:
             late()
-        if self._touched != self._blocks.keys():
-            raise used_differently(sorted(self._touched ^ self._blocks.keys()))
+        covered = {name for layout, _ in self.total.blocks for name in layout.names}
+        for layout in self.gradients.layouts:
+            if covered.isdisjoint(layout.names):
+                network = self.gradients.network
+                zeros = torch.zeros((self.n_components, *layout.shape), dtype=network.dtype, device=network.device)
+                self.total.blocks.append((layout, DiagonalBlock(zeros)))
         return self.total
 
     def blocks(self, cotangents: Tensor) -> Iterator[tuple[Layout, ExampleGradients]]:
-        """Per-example gradients of each of the structure's blocks."""
+        """Per-example gradients of each of the structure's blocks, those of earlier batches where they can be."""
         own = self.gradients.layouts
         layouts = self.structure.layouts(self.gradients.network, own)
-        return self.gradients.blocks(cotangents, None if layouts is own else layouts)
+        if layouts is own:
+            known: dict[str, list[Layout]] = {}
+            for layout, block in self.total.blocks:
+                for name in layout.names if layout.rule != GENERAL or _holds(block) else ():
+                    known.setdefault(name, []).append(layout)
+            every = [use for layout in own for name in layout.names for use in known.get(name, [layout])]
+            layouts = list({layout.key: layout for layout in every}.values())
+        return self.gradients.blocks(cotangents, layouts)
 
     def block(self, layout: Layout, kind: type[B], create: Callable[[], B]) -> tuple[B, bool]:
         """The block of a layout, and whether this batch comes to it for the first time."""
         is_new = layout.key not in self._touched
         self._touched.add(layout.key)
-        if layout.key not in self._blocks and not self._is_begun:
+        if layout.key not in self._blocks and self._make_room(layout):
             self._blocks[layout.key] = create()
             self.total.blocks.append((layout, self._blocks[layout.key]))
         block = self._blocks.get(layout.key)
         if not isinstance(block, kind):
             raise used_differently([layout.key])
         return block, is_new
+
+    def _make_room(self, layout: Layout) -> bool:
+        """Take out zero blocks of parameters that no earlier batch has used; False if one has used them otherwise."""
+        mine = [(own, block) for own, block in self.total.blocks if not set(own.names).isdisjoint(layout.names)]
+        if any(own.rule != GENERAL or _holds(block) for own, block in mine):
+            return all(own.rule == layout.rule for own, _ in mine)  # parts of one parameter, as of attention
+        self.total.blocks = [pair for pair in self.total.blocks if all(pair[0] is not own for own, _ in mine)]
+        for own, _ in mine:
+            self._blocks.pop(own.key, None)
+        return True
 
     def add_squares(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
@@ -119,6 +139,11 @@ class Accumulation(ABC):
         sums = [gram(groups, rows * columns) for _ in range(self.n_components)]
         block, _ = self.block(layout, DenseBlock, partial(DenseBlock, sums, layout.shape))
         block.add(gradients, components)
+
+
+def _holds(block: Block) -> bool:
+    """Whether anything was added to a block."""
+    return any(bool(tensor.any()) for tensor in block.tensors().values())
 
 
 class DiagonalAccumulation(Accumulation):
@@ -153,7 +178,7 @@ class KroneckerAccumulation(Accumulation):
             self._waiting = {}
             if isinstance(capture.inputs, Mapping) and not capture.pointwise:
                 self._tokens = token_mask(capture.inputs, capture.n_examples)
-        for layout, gradients in self.gradients.blocks(cotangents):
+        for layout, gradients in self.blocks(cotangents):
             if layout.rule in (MATRIX, EMBEDDING) and isinstance(gradients, (OuterGradients, EmbeddingGradients)):
                 self._add_product(layout, gradients, components)
             elif layout.rule == CHANNELS or layout.n_entries <= self.structure.dense_limit:

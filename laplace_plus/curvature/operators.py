@@ -366,7 +366,7 @@ class HessianOperator(CurvatureOperator):
     def _multiply(self, vectors: Tensor) -> Tensor:
         result, point = torch.zeros_like(vectors), self.network.vector()
         for batch in self._stream.batches(type(self).__name__, ordered=False, join=True):
-            pull = Pullback(*loss_gradient(self.network, self.likelihood, batch, point), self._stream.ad_modes)
+            pull = Pullback(*loss_gradient(self.network, self.likelihood, batch, point))
             try:
                 if not self._checked:
                     self._check_symmetry(pull)

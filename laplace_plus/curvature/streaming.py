@@ -16,9 +16,8 @@ from laplace_plus._memory import budget, slices
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, DataSums, same_sum
-from laplace_plus.network.capture import capture_batch
-from laplace_plus.network.gradients import first_look, pieces, runs_apart
-from laplace_plus.network.linearization import ADModes, Linearization, linearize
+from laplace_plus.network.gradients import batch_gradients, runs_apart
+from laplace_plus.network.linearization import Linearization, linearize
 from laplace_plus.network.network import Network
 
 CHUNK_SIZE = 16
@@ -48,7 +47,6 @@ class Stream:
             raise DataError("The data can be run over only once.", expected=expected, got=got, fix=fix)
         self.network = network if isinstance(network, Network) else Network(network, "all", arrange)
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
-        self.ad_modes = ADModes()
         self.network.check_finite()
         self._mark, self._names = self.network.mark(), self.network.parameter_names
         self.n_data = self.n_outputs = self.most = 0
@@ -60,9 +58,7 @@ class Stream:
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
                 # Tells which layer is the last one, and refuses detached outputs.
-                if first_look(self.network, batch) is None:
-                    capture_batch(self.network, batch)
-                pieces(self.network, batch.inputs, self.network.bytes_forward, budget(self.network.device) // 2)
+                batch_gradients(self.network, batch)
                 self._names, each, first = self.network.parameter_names, self.network.bytes_per_example, batch
             if number == 1 and each and isinstance(batch.inputs, Tensor):
                 apart = runs_apart(self.network, next(_joined([first, batch], first.size + batch.size)))
@@ -105,7 +101,7 @@ class Stream:
         """One more pass, with the network linearised on each batch; arguments and errors as for :meth:`batches`."""
         vector = self.network.vector()
         for batch in self.batches(name, ordered=ordered, join=join):
-            yield batch, linearize(self.network, vector, batch.inputs, self.ad_modes)
+            yield batch, linearize(self.network, vector, batch.inputs)
 
     def chunks(self, total: int) -> Iterator[slice]:
         """Slices of so many vectors, of ``chunk_size`` where the budget holds the activations of one example."""

@@ -179,7 +179,7 @@ class LossLandscape(Landscape):
             return [_Tangent(self._tangent(batch), len(self.vector), self._stream.chunk_size) for batch in self._kept]
 
     def _tangent(self, batch: Batch) -> Linearization:
-        return linearize(self.network, self.vector, batch.inputs, self._stream.ad_modes)
+        return linearize(self.network, self.vector, batch.inputs)
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, GENERAL, MATRIX
 
@@ -46,11 +46,12 @@ class ExampleAxis(NamedTuple):
     innermost: bool
 
 
+FIRST = ExampleAxis(0, False)
+"""Where most networks have their examples."""
+
+
 def by_example(values: Tensor, n_examples: int, where: ExampleAxis, lead: int = 0) -> Tensor:
     """Bring the examples to the front: ``[B, size/B, …]`` (behind ``lead`` leading axes)."""
-    if not 0 <= where.axis < values.ndim - lead or values.shape[where.axis + lead] % n_examples:
-        expected, got = f"axis {where.axis} to hold {n_examples} examples", f"shape {list(values.shape[lead:])}"
-        raise DataError("A layer has its examples along another axis than in the fit.", expected=expected, got=got)
     values = values.movedim(where.axis + lead, lead)
     if where.innermost:
         return values.unflatten(lead, (-1, n_examples)).transpose(lead, lead + 1)
@@ -85,15 +86,12 @@ class Call(ABC):
     groups = 1
     transposed = False
 
-    # Set when the call is recorded: the number of writes to the input so far, a name that the same call has in every
-    # batch, the position of the output in the autograd graph, and the output's shape, type and device.
-    # Once the examples have been looked for: their axis, None where the call is left to the general path.
+    # Set when the call is recorded: the number of writes to the input so far, the position of the output in the
+    # autograd graph, and the output's shape, type and device.
     version: int = field(init=False, repr=False)
-    label: str = field(init=False, repr=False)
     edge: GradientEdge = field(init=False, repr=False)
     output_shape: torch.Size = field(init=False, repr=False)
     output_like: dict[str, Any] = field(init=False, repr=False)
-    axis: ExampleAxis | None = field(init=False, repr=False)
 
     @property
     def rows(self) -> tuple[ParameterRows, ...]:
@@ -123,6 +121,18 @@ class Call(ABC):
             n_examples: B.
             where: Position of the examples in the output.
         """
+
+    def reordered(self, gradient: Tensor, order: Tensor, n_examples: int) -> ExampleGradients:
+        """As :meth:`gradients`, with rows along axis 0 that ``order`` brings into the order of the examples."""
+        return replace(self, value=self.value[order]).gradients(gradient[:, order], n_examples, FIRST)
+
+    def alone(self, gradient: Tensor) -> ExampleGradients:
+        """As :meth:`gradients`, from gradients ``[V, B, *output shape]`` of each example's own outputs in all rows."""
+        n_examples = gradient.shape[1]
+        value = self.value.expand(n_examples, *self.value.shape)
+        if 0 in self.example_axes:
+            value, gradient = value.flatten(0, 1), gradient.flatten(1, 2)
+        return replace(self, value=value).gradients(gradient, n_examples, FIRST)
 
     def by_example(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> tuple[Tensor, Tensor]:
         """The input ``[B, r, …]`` and the gradient ``[V, B, r, …]`` with the examples in front."""
@@ -297,6 +307,15 @@ class BroadcastCall(Call):
         missing = (1,) * (values.ndim - 2 - len(self.shape))
         values = values.sum_to_size(*values.shape[:2], *missing, *self.shape)
         return DenseGradients(values.reshape(*values.shape[:2], 1, 1, -1))
+
+    @override
+    def reordered(self, gradient: Tensor, order: Tensor, n_examples: int) -> ExampleGradients:
+        value = self.value.expand(gradient.shape[1:])[order] if self.scales else self.value
+        return replace(self, value=value).gradients(gradient[:, order], n_examples, FIRST)
+
+    @override
+    def alone(self, gradient: Tensor) -> ExampleGradients:
+        return self.gradients(gradient, gradient.shape[1], FIRST)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------

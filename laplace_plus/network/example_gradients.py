@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import tried
+from laplace_plus.errors import NETWORK_ERRORS
 from laplace_plus.network import batches
 
 Function = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -59,8 +59,13 @@ def per_example_gradients(
     combined = torch.einsum("vb,vb...->b...", combination, cotangents)
     expected = _gradients(together, parameters, combined, retain_graph=True)
     for attempt in (mapped, looped):
-        result, _ = tried(attempt)  # whatever goes wrong with single examples, the batch went through
-        if result is not None and _agree(result, combination, expected):
+        try:
+            result = attempt()
+        except torch.OutOfMemoryError:
+            raise
+        except NETWORK_ERRORS:  # whatever goes wrong with single examples, the batch went through
+            continue
+        if _agree(result, combination, expected):
             kept = differentiable or cotangents.requires_grad
             # A network that differentiates itself may leave a graph that nobody asked for (torch 2.6).
             return result if kept else {name: gradient.detach() for name, gradient in result.items()}

@@ -124,12 +124,16 @@ class Network:
         refuse_unsuitable(self.model)
         self.held = held_by(self.model)
         self.select_last_layer(None)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
-        """Drop what has been learnt about how the network runs."""
+    def forget(self) -> None:
+        """Drop what has been learnt about how the network runs; a fit begins with this."""
         self.example_axes: dict[str, Any] = {}
-        self.layouts: dict[Any, Any] = {}
+        self.layouts: dict[Any, Any] = {}  # blocks of the parameter vector, by what uses the parameters
+        self.examined: dict[Any, Any] = {}  # see laplace_plus.network.invariant
+        self.has_forward_mode: bool | None = None  # whether mapped forward derivatives are right; None: not tried
+        self.missed: set[str] = set()  # parameters for which some batch missed the invariant
+        self.warned: set[str] = set()  # parameters of which a warning has said what they cost
         self.reached: dict[str, bool] = {}
         self.bytes_per_example: int | None = None
         self.bytes_forward = 0
@@ -144,7 +148,7 @@ class Network:
         result = copy.copy(self)
         result.function, result.arrange, result.selection = function, arrange, self.parameter_names
         result._is_followed = result._is_copied = False
-        result._forget()
+        result.forget()
         return result
 
     def select_last_layer(self, layer: str | None) -> None:
@@ -161,7 +165,7 @@ class Network:
             self.offsets[item.name] = self.n_parameters
             self.n_parameters += item.size
         self._layer_index: Tensor | None = None
-        self.layouts = {}
+        self.layouts, self.examined = {}, {}
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 

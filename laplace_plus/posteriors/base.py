@@ -208,7 +208,7 @@ class Posterior(Predicting, Earlier):
         made = copy.copy(self)
         made._found, made.network = before, copy.copy(self.network)
         if before is None:
-            made.network._forget()
+            made.network.forget()
         mark = made.network.mark()
         offered = {**options, "before": before, "reduce": reduce, "update": before is not None}
         found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})

@@ -17,7 +17,6 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of
 from laplace_plus.network.gradients import forward_parts
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -257,8 +256,7 @@ class Predicting(ABC):
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES) -> tuple[Tensor, Tensor]:
         """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
         x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
-        modes = vars(self).setdefault("_ad_modes", ADModes())
-        mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None, ad_modes=modes)
+        mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None)
         return mean + self._mean_shift(x), moved
 
     def _mean_shift(self, x: Any) -> Tensor | float:

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction
@@ -23,8 +22,6 @@ class SampleBased(Posterior):
 
     A subclass gives :meth:`_deviations`. Memory is O(k·P), and the relative standard error of a variance ``(2/k)^½``.
     """
-
-    _ad_modes: ADModes
 
     @abstractmethod
     def _deviations(self) -> Tensor:
@@ -59,9 +56,7 @@ class SampleBased(Posterior):
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         """From the k samples that the posterior holds."""
-        return pushed(
-            self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
-        )
+        return pushed(self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs)
 
     @override
     def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:

@@ -30,7 +30,6 @@ from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import whole_layout
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network, unwrap
 from laplace_plus.network.selection import Selection, refine
 from laplace_plus.posteriors.base import Posterior
@@ -299,9 +298,9 @@ class SWAG(Posterior):
             own = functional_posteriors(
                 network, [{layout.key: factor}], x, expected_outputs=self.n_outputs, layouts=[layout], **known
             )[0]
-            modes, rows = vars(self).setdefault("_ad_modes", ADModes()), self._deviations
+            rows = self._deviations
             rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
-            mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs, ad_modes=modes)
+            mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs)
             low = moments(mean + self._mean_shift(x), moved * len(rows) ** 0.5, **known)
         return FunctionalPosterior(low.mean.to(own.mean), own.covariance + low.covariance.to(own.covariance))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
-from laplace_plus.network.linearization import ADModes, linearize
+from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
 from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.predictive.outputs import Outputs, pick, require_outputs, wants_variances
@@ -55,7 +55,7 @@ def n_samples_for(n_parameters: int) -> int:
 
 
 def pushed(
-    network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None, ad_modes: ADModes
+    network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v``, ``[k, B, *, C]``, for deviations v, ``[k, P]`` or chunks.
 
@@ -63,7 +63,7 @@ def pushed(
     less than their covariance, and takes no ``[C, C]`` matrix (Immer et al., 2021). Raises :class:`DataError` for no
     examples, or another number of outputs than ``n_outputs``.
     """
-    linear, outputs = linearize(network, network.vector(), inputs, ad_modes), network.forward(inputs).to(network.dtype)
+    linear, outputs = linearize(network, network.vector(), inputs), network.forward(inputs).to(network.dtype)
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
     if n_outputs is not None:

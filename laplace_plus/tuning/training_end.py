@@ -31,7 +31,7 @@ from torch import Tensor
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.linearization import ADModes, linearize
+from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
 from laplace_plus.tuning.deletions import Covariances, factor_covariances, thinned
 from laplace_plus.tuning.laplace import LaplaceModel
@@ -105,7 +105,7 @@ def training_end(
             flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
             n_examples += len(outputs)
             slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
-            gradient += linearize(whole, vector, batch.inputs, ADModes()).pull.one(slope.to(outputs))
+            gradient += linearize(whole, vector, batch.inputs).pull.one(slope.to(outputs))
         except RuntimeError as failure:  # torch has one type for a missing derivative and whatever else goes wrong
             raise UnsupportedError(str(failure)) from failure
     assert curvature is not None

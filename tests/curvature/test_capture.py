@@ -92,6 +92,7 @@ class Force(nn.Module):
             return self.head(-self.derivative(self.energy, x.detach().requires_grad_()))
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own decompositions for forward mode
 @pytest.mark.parametrize(
     "derivative", [by_grad, by_backward, pytest.param(by_jvp, marks=pytest.mark.slow), by_dual_numbers, by_func]

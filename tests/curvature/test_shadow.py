@@ -126,5 +126,5 @@ def test_functions_reach_the_model_through_closures_globals_and_objects():
     posterior = lp.Full(model, "classification").fit([(X, Y)])
     wanted = posterior.functional_posterior(X).covariance
     for function in (lambda x: model(x), lambda x: MODEL(x), partial(nn.Module.__call__, model), model.forward):
-        found = posterior.through(function).functional_posterior(X).covariance
+        found = lp.through(posterior, function).functional_posterior(X).covariance
         assert relative_error(found, wanted) < EXACT

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.posteriors import predicting
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive import outputs as outputs_module
@@ -295,7 +294,7 @@ def test_samples_in_function_space_have_the_functional_posterior():
     generator = torch.Generator().manual_seed(0)
     n = 1500
     deviations = posterior.sample(n, generator=generator) - posterior.mean
-    mean, moved = pushed(posterior.network, deviations.split(700), x, n_outputs=CLASSES, ad_modes=ADModes())
+    mean, moved = pushed(posterior.network, deviations.split(700), x, n_outputs=CLASSES)
     assert moved.shape == (n, 5, CLASSES)
     expected = posterior.functional_posterior(x, joint=True)
     assert relative_error(mean, expected.mean) < EXACT

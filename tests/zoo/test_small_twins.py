@@ -126,6 +126,7 @@ def assert_functional(posterior: lp.Posterior, architecture: Architecture) -> No
     assert_near(joint.reshape(len(flat), len(flat)), flat @ covariance @ flat.T, architecture.tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @each
 def test_diagonal(architecture):
     posterior = fitted(lp.Diagonal, architecture)
@@ -136,6 +137,7 @@ def test_diagonal(architecture):
     assert_functional(posterior, architecture)
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @each
 def test_kronecker(architecture):
     posterior = fitted(lp.KFAC, architecture)

@@ -85,6 +85,7 @@ def graphs(*sizes: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(sum(sizes), 3), torch.cat(edges, 1), torch.repeat_interleave(torch.tensor(sizes))
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -239,6 +240,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.parametrize("case", CASES)
 def test_unusual_batches(case):
     torch.manual_seed(0)

@@ -17,7 +17,6 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning, Unsuppor
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.configuration import resolve_option
@@ -173,7 +172,6 @@ class ProjectedNoisePosterior(SampleBased):
         super().__init__(model, likelihood, **common)
         default = "logit" if self.likelihood.is_gaussian else "loss"
         self.rows: Rows = checks.choice("rows", rows or default, ("logit", "ggn", "loss"))
-        self._ad_modes = ADModes()
 
     @property
     def noise(self) -> ProjectedNoise:
@@ -195,7 +193,6 @@ class ProjectedNoisePosterior(SampleBased):
         if not float(noise.report.rank.value) > 0:
             raise self.zero_curvature()
         noise.report.warn_unless_converged()
-        self._ad_modes = ADModes()
         return noise
 
     def squared_distance(self, mean: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.io.checkpoints import Checkpoint, identity
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.linearization import ADModes, Linearization
+from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import unwrap
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import decode, encode
@@ -360,7 +360,7 @@ class Riemannian(Posterior):
         points = self._bank().points
         x = self.network.receive(x)
         order = self._order(len(points), min(n, len(points)), generator).to(points.device)
-        line = Linearization(self.network, self.mean, x, ADModes())
+        line = Linearization(self.network, self.mean, x)
         for some in order.split(self.chunk_size):
             if self._linearized:
                 yield from line.outputs + line.push(points[some] - self.mean)

@@ -20,7 +20,6 @@ from laplace_plus.curvature import Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.configuration import full_precision, resolve_option
 from laplace_plus.posteriors.sample_based import SampleBased
@@ -119,7 +118,6 @@ class SampledLaplace(SampleBased):
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
             got = f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}"
             raise UnsupportedError("SampledLaplace needs the native GGN.", expected='backend="native"', got=got)
-        self._ad_modes = ADModes()
 
     @override
     def fit_batches(
@@ -136,7 +134,7 @@ class SampledLaplace(SampleBased):
         checks.finite("The sum of the data's gradients", draws.data, "Look for NaN and infinities in the data.")
         if not bool(draws.data.any()):
             raise self.zero_curvature()
-        self.tangent_mean, self._ad_modes = None, ADModes()
+        self.tangent_mean = None
         solution = self._solution(self._solved(problem, draws, None, progress=progress))
         return SampledState(self.network.vector(), own.n_data, own.n_classes, draws, own.data_sum, **solution)
 
@@ -230,7 +228,5 @@ class SampledLaplace(SampleBased):
         z = self._deviations()
         if self.tangent_mean is not None:
             z = torch.cat([z, (self.tangent_mean - self.mean).to(z)[None]])
-        mean, deviations = pushed(
-            self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
-        )
+        mean, deviations = pushed(self.network, z, self.network.receive(x), n_outputs=self.n_outputs)
         return (mean, deviations) if self.tangent_mean is None else (mean + deviations[-1], deviations[:-1])

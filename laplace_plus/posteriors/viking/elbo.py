@@ -23,7 +23,6 @@ from torch import Tensor
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch, iterate
-from laplace_plus.network.linearization import ADModes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
 from laplace_plus.predictive.deviations import pushed
@@ -195,10 +194,10 @@ class BoundAtMean:
     @cached_property
     def _linearized(self) -> list[Entry]:
         entries: list[Entry] = []
-        vectors, modes = torch.cat([self.noise.null_space, self.noise.range]), ADModes()
+        vectors = torch.cat([self.noise.null_space, self.noise.range])
         with torch.no_grad():
             for batch in self.elbo.batches():
-                both = pushed(self.network, vectors, batch.inputs, n_outputs=self.n_outputs, ad_modes=modes)
+                both = pushed(self.network, vectors, batch.inputs, n_outputs=self.n_outputs)
                 entries.append((batch.target, *both))
         return entries
 

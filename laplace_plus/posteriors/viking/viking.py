@@ -279,7 +279,7 @@ class VIKING(ProjectedNoisePosterior):
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         center = self._center
-        return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes)
+        return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs)
 
 
 def _warn_unless_converged(converged: bool) -> None:

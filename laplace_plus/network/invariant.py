@@ -1,0 +1,259 @@
+"""The one invariant of per-example gradients, and what it tells about the rows of a batch.
+
+Let ``g_n`` be the per-example gradients that the blocks' rules give for a cotangent u. For generic weights w,
+``Σ_n w_n g_n`` must be the plain gradient for the cotangent ``w_n u_n``, which takes one more backward pass. At the
+output of a call this says of every row which example it belongs to: its gradient is scaled by that example's weight.
+Rows along an axis are tried first, then rows in another order. Where a row has no single example, the outputs of each
+example are differentiated by themselves; a parameter whose blocks still miss the invariant takes the general path.
+
+Batches are examined whenever indices that depend on the data move rows, or else the first of each kind of shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import UnsupportedError, warn
+from laplace_plus.network.calls import FIRST, Call, ExampleAxis, ParameterRows, by_example
+from laplace_plus.network.capture import Capture, generic
+from laplace_plus.network.network import Network
+from laplace_plus.structured.gradients import EmbeddingGradients, ExampleGradients, OuterGradients
+
+Rows = ExampleAxis | Tensor | None
+"""Which example each row of a call's output belongs to: an axis, an order of axis 0, or None for no single one."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What is known about a batch.
+
+    Attributes:
+        rows: For each recorded call.
+        general: Parameters whose recorded calls do not tell their gradients.
+        unused: Parameters that do not influence the outputs.
+        unreached: Those and parameters that are used, but past any derivative.
+    """
+
+    rows: tuple[Rows, ...]
+    general: frozenset[str]
+    unused: frozenset[str]
+    unreached: frozenset[str]
+
+
+def examined(network: Network, capture: Capture) -> Examined:
+    """What is known about a batch, from the batch itself or from one like it."""
+    kind = _kind(capture)
+    found = None if capture.moves_rows else network.examined.get(kind)
+    if found is None:
+        found, is_certain = _examine(network, capture)
+        if is_certain and not capture.moves_rows:
+            network.examined[kind] = found
+    capture.unused = found.unused
+    capture.last_used = next((name for name in reversed(capture.uses) if name not in found.unreached), None)
+    return found
+
+
+def _kind(capture: Capture) -> tuple[Any, ...]:
+    """What batches that need be examined once have in common: their calls, and how their sizes relate."""
+    n, calls = capture.n_examples, []
+    for call in capture.calls:
+        sizes = tuple((size % n == 0, size == n) for size in call.output_shape[:2]) if n > 1 else ()
+        calls.append((type(call), call.rows, call.packed, len(call.output_shape), sizes))
+    return n == 1, capture.pointwise, frozenset(capture.uncovered), tuple(calls)
+
+
+def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
+    """What one batch tells, and whether a derivative reached every call, so that the next one need not be asked."""
+    n, outputs = capture.n_examples, capture.graph_outputs
+    cotangent = generic(outputs)
+    source = torch.Generator().manual_seed(1)
+    weights = 0.5 + (torch.randperm(n, generator=source) + torch.rand(n, generator=source)) / n
+    weights = weights.to(outputs.device, torch.float64 if outputs.dtype == torch.float64 else torch.float32)
+    weighted = cotangent * weights.to(outputs.dtype).view(-1, *[1] * (outputs.ndim - 1))
+    plain = capture.parameter_gradients(weighted)
+    before, after = capture.gradients(cotangent[None]), capture.gradients(weighted[None])
+    rounding = _rounding(network, capture)
+    is_finite = bool(torch.isfinite(outputs.detach().sum()))  # or else the caller's error is about that
+    rows: list[Rows] = []
+    for call, first, second in zip(capture.calls, before, after, strict=True):
+        is_known = capture.pointwise or not is_finite
+        rows.append(FIRST if is_known else _rows(call, first.detach()[0], second.detach()[0], weights, rounding))
+    reached = {name for name, gradient in plain.items() if gradient is not None}
+    _warn_of_lost(network, capture, reached)
+    groups, missed = _groups(capture.calls), set[str]()
+    general = _not_together(capture.calls, groups)
+    for numbers in groups.values() if is_finite else ():
+        if general.isdisjoint(part.name for part in capture.calls[numbers[0]].rows):
+            missed |= _missed(capture, numbers, rows, (before, after), weights, plain, rounding)
+    network.missed |= missed
+    in_calls = {part.name for call in capture.calls for part in call.rows}
+    unused = frozenset(network.parameter_names) - in_calls - reached
+    unreached = frozenset(network.parameter_names) - reached
+    _warn_of_price(network, capture, rows, missed)
+    is_certain = is_finite and all(bool(first.any()) for first in before)
+    return Examined(tuple(rows), frozenset(general | network.missed), unused, unreached), is_certain
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(call: Call, first: Tensor, second: Tensor, weights: Tensor, rounding: float) -> Rows:
+    """From a call's output gradients for the cotangents u and ``w_n u_n``: whose its rows are."""
+    n = len(weights)
+    for where in FIRST, ExampleAxis(0, True), ExampleAxis(1, False):
+        if where.axis in call.example_axes and call.output_shape[where.axis] % n == 0:
+            moved = by_example(first, n, where)
+            expected = moved * weights.to(moved.dtype).view(-1, *[1] * (moved.ndim - 1))
+            if _close(by_example(second, n, where), expected, rounding):
+                return where
+    return _order(first, second, weights, rounding) if 0 in call.example_axes else None
+
+
+def _order(first: Tensor, second: Tensor, weights: Tensor, rounding: float) -> Tensor | None:
+    """The order of the rows along axis 0 in which each example has as many, or None."""
+    n, size = len(weights), len(first)
+    if size % n or 1 / n < 100 * torch.finfo(first.dtype).eps:  # too many to be told apart
+        return None
+    first, second = first.reshape(size, -1).to(weights.dtype), second.reshape(size, -1).to(weights.dtype)
+    norms = first.square().sum(1)
+    ratios = (first * second).sum(1) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+    ranked = weights.sort()
+    places = torch.searchsorted((ranked.values[1:] + ranked.values[:-1]) / 2, ratios)
+    owners = ranked.indices[places]
+    if not _close(second, first * weights[owners][:, None], rounding):
+        return None
+    is_reached = norms > 0
+    counts = torch.bincount(owners[is_reached], minlength=n)
+    if bool((counts > size // n).any()):
+        return None
+    left = torch.arange(n, device=owners.device).repeat_interleave(size // n - counts)
+    owners[~is_reached] = left  # whose these rows are makes no difference
+    return owners.argsort(stable=True)
+
+
+def _rounding(network: Network, capture: Capture) -> float:
+    """How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute."""
+    low = {capture.graph_outputs.dtype, *(call.output_like["dtype"] for call in capture.calls)}
+    low |= {parameter.dtype for parameter in network.held.parameters.values() if parameter.is_floating_point()}
+    return max({torch.float64: 1e-5, torch.float32: 2e-3}.get(dtype, 0.2) for dtype in low)
+
+
+def _close(found: Tensor, expected: Tensor, rounding: float) -> bool:
+    return not expected.numel() or bool((found - expected).abs().max() <= rounding * expected.abs().max())
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def use_gradients(call: Call, rows: Rows, gradient: Tensor, n_examples: int) -> ExampleGradients:
+    """A call's per-example gradients from output gradients ``[V, *output shape]``; of examples alone ``[V, B, …]``."""
+    if rows is None:
+        return call.alone(gradient)
+    if isinstance(rows, Tensor):
+        return call.reordered(gradient, rows.to(gradient.device), n_examples)
+    return call.gradients(gradient, n_examples, rows)
+
+
+def _groups(calls: Sequence[Call]) -> dict[tuple[ParameterRows, ...], list[int]]:
+    """Numbers of the calls of each block, which use the same weight and bias."""
+    groups: dict[tuple[ParameterRows, ...], list[int]] = {}
+    for number, call in enumerate(calls):
+        groups.setdefault(call.rows, []).append(number)
+    return groups
+
+
+def _not_together(calls: Sequence[Call], groups: dict[tuple[ParameterRows, ...], list[int]]) -> set[str]:
+    """Parameters with uses that do not fit the others, which take the general path altogether."""
+    claims: dict[str, list[tuple[ParameterRows, ...]]] = {}  # of each parameter, the groups that use it
+    for rows in groups:
+        for part in rows:
+            claims.setdefault(part.name, []).append(rows)
+    general = set[str]()
+    for rows, members in groups.items():
+        first, starts = calls[members[0]], {(part.name, part.start) for part in rows}
+        clean = all(type(calls[n]) is type(first) and calls[n].packed == first.packed for n in members)
+        for part in rows:
+            for other in claims[part.name]:
+                # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
+                shared = not starts.isdisjoint((own.name, own.start) for own in other)
+                clean = clean and (other == rows or (len(other) == len(rows) and not shared))
+        if not clean:
+            general |= {part.name for part in rows}
+    return general
+
+
+def _missed(
+    capture: Capture,
+    numbers: list[int],
+    rows: Sequence[Rows],
+    gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
+    weights: Tensor,
+    plain: dict[str, Tensor | None],
+    rounding: float,
+) -> set[str]:
+    """The parameters of a block for which the invariant does not hold."""
+    calls, total = [capture.calls[number] for number in numbers], torch.zeros(())
+    for number, call in zip(numbers, calls, strict=True):
+        before, after = gradients[0][number].detach(), gradients[1][number].detach()
+        if capture.pointwise or rows[number] is None:  # the rows are right by construction: all of them as one example
+            own = _weighted_sum(call.alone(after[:, None]), weights.new_ones(1))
+        else:
+            own = _weighted_sum(use_gradients(call, rows[number], before, len(weights)), weights)
+        total = total.to(own) + own
+    names = {part.name for part in calls[0].rows}
+    known = {name: plain[name] for name in names}
+    expected = {n: capture.leaves[n].new_zeros(capture.leaves[n].shape) if g is None else g for n, g in known.items()}
+    return set() if _close(total, calls[0].index(expected).to(total), rounding) else names
+
+
+def _weighted_sum(gradients: ExampleGradients, weights: Tensor) -> Tensor:
+    """``Σ_n w_n P_n`` of one cotangent, ``[G, o, i]``."""
+    total = torch.zeros(gradients.shape, dtype=gradients.dtype, device=gradients.device)
+    weights = weights.to(total)
+    if isinstance(gradients, EmbeddingGradients):
+        left = (gradients.left[0] * weights[:, None, None]).flatten(0, 1).to(total.dtype)
+        return total[0].index_add_(1, gradients.index.flatten(), left.mT)[None]
+    if isinstance(gradients, OuterGradients):
+        for some in gradients.side_chunks():
+            left, right = gradients.left(some)[0] * weights[some, None, None, None], gradients.right(some)
+            total += torch.einsum("bsgo,bsgi->goi", left, right.expand(-1, -1, len(total), -1))
+        return total
+    for some, values in gradients.chunks():
+        total += torch.einsum("b,bgoi->goi", weights[some], values[0].to(total.dtype))
+    return total
+
+
+# -- what the user should know -----------------------------------------------------------------------------------------
+
+
+def _warn_of_lost(network: Network, capture: Capture, reached: set[str]) -> None:
+    """Warn of parameters that are used, but past any derivative; UnsupportedError if these are all."""
+    used = [name for name in network.parameter_names if name in capture.uses] if capture.cuts_off else []
+    lost = [name for name in used if name not in reached]
+    listed = ", ".join(map(repr, lost[:4])) + (" …" if len(lost) > 4 else "")  # noqa: PLR2004
+    if lost and not reached:
+        what = "No gradient of the outputs reaches the selected parameters."
+        expected = "a forward pass that can be differentiated in evaluation mode"
+        got = f"gradients that are switched off, or tensors that are detached, behind {listed}"
+        fix = "Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select what lies behind"
+        raise UnsupportedError(what, expected=expected, got=got, fix=fix)
+    if not network.warned.issuperset(lost):
+        why = "which the network uses: it switches gradients off or detaches tensors"
+        warn(f"No gradient of the outputs reaches {listed}, {why}. These parameters keep the prior.")
+        network.warned.update(lost)
+
+
+def _warn_of_price(network: Network, capture: Capture, rows: Sequence[Rows], missed: set[str]) -> None:
+    mixed = {call.rows[0].name for call, own in zip(capture.calls, rows, strict=True) if own is None}
+    names = sorted((mixed | missed) - network.warned)
+    if names and capture.n_examples > 1:
+        listed = ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")  # noqa: PLR2004
+        message = "Which rows belong to which example cannot be told from the calls that use"
+        price = f"one backward pass for each of {capture.n_examples} examples in place of one for all"
+        warn(f"{message} {listed}. Each example's outputs are differentiated by themselves: exact, at {price}.")
+        network.warned.update(names)
