@@ -38,7 +38,7 @@ def widen(values: Tensor) -> Tensor:
 
 
 def shape_text(shape: tuple[int, ...] | torch.Size) -> str:
-    """A shape as text for error messages, e.g. ``[8, 3]``."""
+    """A shape as text for error messages, such as ``[8, 3]``."""
     return str(list(shape))
 
 
@@ -153,21 +153,15 @@ class Likelihood(ABC):
 
     @abstractmethod
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``log p(y|f)`` of every row, all constants included.
+        """``log p(y|f)`` of rows ``[N, C]`` and targets ``[N, ...]``, all constants included, ``[N]`` in nats.
 
-        Args:
-            outputs: ``[N, C]``; the result must be twice differentiable in them, and each row's its own matter.
-            targets: ``[N, ...]``.
-
-        Returns:
-            ``[N]``, in nats.
+        It must be twice differentiable in the outputs, and each row's its own matter.
         """
 
     def arrange(self, raw: Tensor) -> Tensor:
         """Move the outputs to the last axis, as a view ``[B, *, C]``; ``[B]`` is one output for each example.
 
-        Raises:
-            OutputError: If the network returned no floating tensor with the axis ``output_axis``.
+        OutputError if the network returned no floating tensor with the axis ``output_axis``.
         """
         real = isinstance(raw, Tensor) and raw.is_floating_point()
         if real and raw.dim() == 1:
@@ -180,10 +174,7 @@ class Likelihood(ABC):
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse arranged outputs ``[B, *, C]`` and targets, as the loader gave them, that do not fit this likelihood.
 
-        Raises:
-            OutputError: If the outputs do not fit.
-            NonFiniteError: If they hold NaN or infinity.
-            LabelError: If the targets do not fit.
+        OutputError or LabelError if they do not, NonFiniteError for NaN or infinity among the outputs.
         """
         check_batch(outputs, targets)
         if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
@@ -193,8 +184,7 @@ class Likelihood(ABC):
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
 
-        Returns:
-            Outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows.
+        These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows.
         """
         flat = widen(outputs).reshape(-1, outputs.shape[-1])
         targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
@@ -325,15 +315,9 @@ class Likelihood(ABC):
         return uniform_mixture(Independent(components, extra) if extra > 0 else components, like=outputs)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
-        """``p(y) = ∫ p(y|f) N(f|mean, covariance) df`` in closed form.
+        """``p(y) = ∫ p(y|f) N(f|mean, covariance) df`` in closed form, by one of ``links`` other than ``"mc"``.
 
-        Args:
-            mean: ``[..., C]``.
-            covariance: ``[..., C, C]``, or variances ``[..., C]`` where the link needs no more.
-            link: One of ``links`` other than ``"mc"``.
-
-        Raises:
-            ConfigurationError: If there is no such closed form.
+        For means ``[..., C]`` and covariances ``[..., C, C]``, or variances ``[..., C]`` where the link needs no more.
         """
         raise unknown_link(self, link)
 
