@@ -14,6 +14,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import laplace_plus as lp
 from laplace_plus.errors import SmoothnessWarning
 from laplace_plus.geometry import LossLandscape
-from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.geometry.landscape import gradients
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 
@@ -60,17 +61,20 @@ def trained(x: Tensor, y: Tensor, epochs: int) -> nn.Module:
 
 def together(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> tuple[Tensor, str]:
     """All particles, as the package moves them."""
-    landscape = ParticleLandscape(net, "classification", [(x, y)], prior_precision=DECAY * len(x))
+    landscape = LossLandscape(net, "classification", [(x, y)], prior_precision=DECAY * len(x))
     directions = draw_directions(walk.n_particles, landscape.vector, 0)
     with exact_arithmetic(landscape.network):  # as in a fit
         found = explore(landscape, directions, walk)
     return found.deviations[:, -1], found.report.way
 
 
-class OneByOne(ParticleLandscape):
+class OneByOne(LossLandscape):
     """Plain backward passes, point by point."""
 
-    gradient = LossLandscape.gradient
+    def gradient(self, points: Tensor) -> Tensor:
+        """The sum of the prior's part and those of the batches."""
+        parts = [gradients(partial(self._batch_loss, batch), points) for batch in self._batches()]
+        return self.prior_gradient(points) + sum(parts)
 
 
 def by_package(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> Tensor:

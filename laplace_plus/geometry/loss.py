@@ -25,8 +25,10 @@ from laplace_plus import checks
 from laplace_plus.curvature.operators import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import SmoothnessWarning, UnsupportedError, warn
+from laplace_plus.geometry.gradients import FirstOrder, Way
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.linalg import draw_probes, lanczos
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.differentiability import differentiable_kernels
@@ -36,6 +38,10 @@ from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 256 * 2**20
 """Largest size of data, or of their Jacobian, that stay in memory: little for any machine."""
+
+_LANCZOS_STEPS = 12
+"""They cost little beside an exploration's thousands of gradients, and find the largest eigenvalue of the tests'
+classifiers to a relative 1e-3."""
 
 
 class LossLandscape(Landscape):
@@ -100,7 +106,7 @@ class LossLandscape(Landscape):
         self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
         self.network = self._stream.network
         self._temperature = float(torch.as_tensor(temperature, dtype=torch.float64).detach())
-        self._second_order = SecondOrder()
+        self._first_order, self._second_order = FirstOrder(), SecondOrder()  # shared by the subsets, which are copies
         self._kept = self._survey()
         self.n_data, self.checksum = self._stream.n_data, self._stream.checksum
         self.vector = self.network.vector()
@@ -198,6 +204,10 @@ class LossLandscape(Landscape):
         outputs = self.network(batch.inputs, self.network.substitute(point)).to(point.dtype)
         return self._loss(batch.target, outputs).to(point.dtype)
 
+    def _differentiable_loss(self, batch: Batch, point: Tensor) -> Tensor:
+        with differentiable_kernels(self.network.model):
+            return self._batch_loss(batch, point)
+
     def prior_gradient(self, points: Tensor) -> Tensor:
         """The prior's part of :meth:`gradient`, ``[k, P]``."""
         checks.shape("points", points, [None, len(self.vector)])
@@ -218,14 +228,23 @@ class LossLandscape(Landscape):
     @override
     def gradient(self, points: Tensor) -> Tensor:
         result = self.prior_gradient(points)
-        with exact_arithmetic(self.network), torch.no_grad(), differentiable_kernels(self.network.model):
+        with exact_arithmetic(self.network), torch.no_grad():
             for batch, line, some in self._chunks(points):
                 if line is not None:
                     outputs = line.outputs + line.push(points[some] - self.vector)
                     result[some] += line.pull(gradients(partial(self._loss, batch.target), outputs))
                 else:
-                    result[some] += gradients(partial(self._batch_loss, batch), points[some])
+                    result[some] += self._first_order(self._differentiable_loss, self.scale, batch, points[some])
         return result
+
+    @property
+    def way(self) -> Way:
+        """How gradients are computed so far: ``"recorded"`` (traced), ``"mapped"`` or ``"one by one"``."""
+        return self._first_order.way
+
+    def expect(self, count: int) -> None:
+        """Tell how many gradients are to come, so that they are traced if this pays."""
+        self._first_order.expect(count)
 
     @override
     def derivatives(self, points: Tensor, directions: Tensor) -> Derivatives:
@@ -264,6 +283,28 @@ class LossLandscape(Landscape):
         data = self.data() if data is None else data
         moved = MovedNetwork(self.network, point)
         return GGNOperator(moved, self.likelihood, data, chunk_size=self._stream.chunk_size)
+
+    def largest_curvature(self, point: Tensor, *, prior: bool = True) -> float:
+        """The largest eigenvalue of L's Gauss-Newton matrix at ``point [P]``, with the ``prior``'s part or without.
+
+        By 12 steps of Lanczos' method, which approach it from below. The Hessian takes the matrix's place where a
+        log-density is not concave.
+        """
+        source = torch.Generator().manual_seed(0)
+        start = draw_probes("gaussian", 1, len(point), generator=source, dtype=point.dtype, device=point.device)[0]
+        own = self.prior_precision if prior else 0.0
+
+        def hessian_products(vectors: Tensor) -> Tensor:
+            rows = vectors.reshape(-1, len(point))
+            whole = self.derivatives(point.expand_as(rows), rows).products.view(vectors.shape)
+            return whole - (self.prior_precision - own) * vectors
+
+        try:
+            ggn = self.ggn(point)
+            found = lanczos(lambda v: ggn(v) * self.likelihood_weight + own * v, start, _LANCZOS_STEPS)
+        except UnsupportedError:
+            found = lanczos(hessian_products, start, _LANCZOS_STEPS)
+        return float(torch.linalg.eigvalsh(found.tridiagonal().double())[-1])
 
 
 class _Tangent:

@@ -14,7 +14,7 @@ from laplace_plus.errors import (
     NotFittedError,
     UnsupportedError,
 )
-from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     LatentModel,
@@ -66,7 +66,7 @@ def test_a_quadratic_loss_in_closed_form(reduction):
     y = net(x).detach()  # so that the data's loss, whose kernel has three dimensions, is stationary
     weight = n if reduction == "mean" else 1
     walk = Walk(3, steps, 0.2, count, 0.4 * weight / 20, None, reduction, "likelihood")
-    landscape = ParticleLandscape(net, "regression", [(x[:4], y[:4]), (x[4:], y[4:])])
+    landscape = LossLandscape(net, "regression", [(x[:4], y[:4]), (x[4:], y[4:])])
     directions = draw_directions(3, landscape.vector, 0)
     found = explore(landscape, directions, walk).deviations[:, -1]
     values, vectors = torch.linalg.eigh(x.mT @ x / weight)
@@ -109,7 +109,7 @@ def test_particles_together_go_where_each_goes_alone():
     directions = draw_directions(5, nn.utils.parameters_to_vector(net.parameters()).detach(), 0)
     alone = loop(net, data, directions, walk, weight_decay=0.02)
     for chunk_size in (2, 16):
-        landscape = ParticleLandscape(net, "classification", data, prior_precision=0.02 * 20, chunk_size=chunk_size)
+        landscape = LossLandscape(net, "classification", data, prior_precision=0.02 * 20, chunk_size=chunk_size)
         found = explore(landscape, directions, walk)
         assert found.report.way == "recorded"
         torch.testing.assert_close(found.deviations[:, -1], alone, rtol=0, atol=1e-10)
@@ -117,7 +117,7 @@ def test_particles_together_go_where_each_goes_alone():
 
 def test_permuted_particles_are_permuted(problem):
     net, data = problem
-    landscape = ParticleLandscape(net, "classification", data)
+    landscape = LossLandscape(net, "classification", data)
     directions, order = draw_directions(4, landscape.vector, 0), torch.tensor([2, 0, 3, 1])
     walk = Walk(4, 5, 0.2, 3, 0.1)
     one, other = (explore(landscape, d, walk).deviations for d in (directions, directions[order]))
@@ -220,14 +220,14 @@ def test_the_automatic_rate_gives_way_where_the_loss_is_steeper():
 
 
 def test_lost_particles_are_named(problem, monkeypatch):
-    gradient = ParticleLandscape.gradient
+    gradient = LossLandscape.gradient
     calls = []
 
     def broken(self, points):
         calls.append(0)
         return gradient(self, points) * (float("inf") if len(calls) > 8 else 1)
 
-    monkeypatch.setattr(ParticleLandscape, "gradient", broken)
+    monkeypatch.setattr(LossLandscape, "gradient", broken)
     with pytest.raises(NonFiniteError, match=r"step 3 of 6.*smaller learning_rate"):
         fit(problem)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from laplace_plus import checks, kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.resuming import stage_generator
@@ -96,7 +96,7 @@ class ExplorationReport:
             for fewer than two refinements.
         worst: The particle with this ratio.
         slowest: The smallest rate of a particle; η where none was slowed down.
-        way: Which method computed the gradients; see :mod:`laplace_plus.geometry.particles`.
+        way: Which method computed the gradients; see :mod:`laplace_plus.geometry.gradients`.
     """
 
     learning_rate: float
@@ -128,7 +128,7 @@ def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
 
 
 def explore(
-    landscape: ParticleLandscape,
+    landscape: LossLandscape,
     directions: Tensor,
     walk: Walk,
     *,
@@ -176,7 +176,7 @@ def explore(
 class _Refinement:
     """The gradient steps of an exploration."""
 
-    def __init__(self, landscape: ParticleLandscape, walk: Walk, seed: int):
+    def __init__(self, landscape: LossLandscape, walk: Walk, seed: int):
         self._landscape, self._walk, self._seed = landscape, walk, seed
         self._examples = walk.examples(landscape.n_data)
         self._weight = 1 / landscape.n_data if walk.reduction == "mean" else 1.0
@@ -234,13 +234,13 @@ class _Refinement:
             return position, rates, torch.full((len(position),), float("nan"), dtype=torch.float64)
         return position, rates, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()
 
-    def _gradient(self, surface: ParticleLandscape, points: Tensor) -> Tensor:
+    def _gradient(self, surface: LossLandscape, points: Tensor) -> Tensor:
         gradient = surface.gradient(points)
         if self._walk.objective == "likelihood":
             gradient = gradient - surface.prior_gradient(points)
         return gradient * self._weight
 
-    def _surfaces(self, step: int, count: int) -> list[ParticleLandscape]:
+    def _surfaces(self, step: int, count: int) -> list[LossLandscape]:
         """The loss of each of a step's gradients: all data, or minibatches."""
         if self._examples is None:
             return [self._landscape] * count

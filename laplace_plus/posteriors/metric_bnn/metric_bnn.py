@@ -22,7 +22,7 @@ from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError, warn
-from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.gradients import loss_gradient
@@ -207,7 +207,7 @@ class MetricBNN(ResumableFit):
         prior = precision
         if precision.numel() > 1:
             prior = GaussianPrior.create(precision, self._prior_mean, self._group_index()).vector()
-        landscape = ParticleLandscape(
+        landscape = LossLandscape(
             self.network,
             self.likelihood,
             data,
@@ -238,9 +238,7 @@ class MetricBNN(ResumableFit):
         self._prior_precision, self._extent = precision, 1.0
         self._warn_unless_converged(landscape, explored, None if trained is None else trained.report)
 
-    def _warn_unless_converged(
-        self, landscape: ParticleLandscape, explored: Explored, latent: LatentReport | None
-    ) -> None:
+    def _warn_unless_converged(self, landscape: LossLandscape, explored: Explored, latent: LatentReport | None) -> None:
         report = explored.report
         if report.growth is not None and report.growth > _GROWTH:
             weight = 1 / landscape.n_data if self.walk.reduction == "mean" else 1.0

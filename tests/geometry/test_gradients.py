@@ -1,11 +1,13 @@
 """Gradients at many points together are those of each point alone, whatever the network can do."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from laplace_plus.geometry import LossLandscape
-from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.geometry.landscape import gradients
 
 
 class Keyed(nn.Module):
@@ -48,10 +50,18 @@ def data(keyed=False, n=20):
     return [(x[:12], y[:12]), (x[12:], y[12:])]
 
 
-def both(net, batches, **options):
+class OneByOne(LossLandscape):
+    """Plain backward passes, point by point."""
+
+    def gradient(self, points):
+        parts = [gradients(partial(self._batch_loss, batch), points) for batch in self._batches()]
+        return self.prior_gradient(points) + sum(parts)
+
+
+def both(net, batches):
     torch.manual_seed(0)
-    one = ParticleLandscape(net, "classification", batches, prior_precision=0.3, temperature=0.5, **options)
-    other = LossLandscape(net, "classification", batches, prior_precision=0.3, temperature=0.5)
+    options = {"prior_precision": 0.3, "temperature": 0.5}
+    one, other = (cls(net, "classification", batches, **options) for cls in (LossLandscape, OneByOne))
     return one, other, one.vector + 0.3 * torch.randn(6, len(one.vector), dtype=torch.float64)
 
 
@@ -88,7 +98,7 @@ def test_subsets_share_what_was_learnt():
 
 def test_the_largest_curvature():
     x, y = (torch.cat(part) for part in zip(*data(), strict=True))
-    landscape = ParticleLandscape(nn.Linear(5, 3).double(), "classification", [(x, y)], prior_precision=0.3)
+    landscape = LossLandscape(nn.Linear(5, 3).double(), "classification", [(x, y)], prior_precision=0.3)
     probabilities = landscape.network.forward(x).softmax(-1)
     middle = probabilities.diag_embed() - probabilities[:, :, None] * probabilities[:, None]
     ones = torch.cat([x, torch.ones(20, 1, dtype=torch.float64)], 1)
@@ -104,6 +114,6 @@ def test_the_largest_curvature_where_a_log_density_is_not_concave():
     net = nn.Linear(3, 1, bias=False).double()
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[3.0, 0.0, 0.5]]))
-    landscape = ParticleLandscape(net, lambda f, t: -(1 + (f - t).square().sum(-1)).log(), [(x, y)])
+    landscape = LossLandscape(net, lambda f, t: -(1 + (f - t).square().sum(-1)).log(), [(x, y)])
     assert landscape.largest_curvature(landscape.vector, prior=False) == pytest.approx(2.0)
     assert landscape.largest_curvature(landscape.vector) == pytest.approx(3.0)
