@@ -27,6 +27,14 @@ def draw_seed(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=device, dtype=torch.int64))
 
 
+def stage_generator(seed: int, stage: int) -> torch.Generator:
+    """The random numbers of one stage, which do not depend on how many the stages before have drawn.
+
+    Consecutive seeds differ by 2⁶⁴ divided by the golden ratio, which spreads them over all 64 bits.
+    """
+    return torch.Generator().manual_seed((seed + stage * 0x9E3779B97F4A7C15) % 2**63)
+
+
 @contextmanager
 def global_randomness(device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
     """Seed the global generators of the CPU and of ``device`` from ``generator``, and restore them afterwards."""

@@ -23,8 +23,7 @@ from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
-from laplace_plus.posteriors.resuming import survey
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
 from laplace_plus.tuning.base import require_only
 

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import NonFiniteError, SelectionError
+from laplace_plus.errors import SelectionError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import batches
 from laplace_plus.network.network import Network
+from laplace_plus.persistence import stored
 
 
+@stored
 @dataclass(frozen=True)
 class PathMoments:
     """What is known of the weights ``θ_1 … θ_T`` on a path.
@@ -56,6 +58,7 @@ class PathMoments:
         return self.squares / self.count
 
 
+@stored
 @dataclass(frozen=True)
 class DiagonalSWAG:
     """Train a copy of the network further by SGD, and take the variance of each weight over the epochs' ends.
@@ -112,9 +115,8 @@ class DiagonalSWAG:
                     args, keywords = batches.bind(moving, batch.inputs)
                     raw = torch.func.functional_call(moving, network.substitute(vector), args, keywords)
                     outputs = likelihood.arrange(batches.output_tensor(raw))
-                    if not bool(torch.isfinite(outputs).all()):
-                        what, fix = f"{name} diverged in epoch {epoch + 1}.", "Use a smaller learning_rate."
-                        raise NonFiniteError(what, expected="finite outputs of the network", got="NaN or Inf", fix=fix)
+                    what = f"{name} diverged in epoch {epoch + 1}: the network's output"
+                    checks.finite(what, outputs, fix="Use a smaller learning_rate.")
                     likelihood.validate(outputs.detach(), batch.target)
                     rows, targets, weight = likelihood.rows(outputs, batch.target)
                     loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)

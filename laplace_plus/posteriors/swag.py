@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -24,19 +25,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network, unwrap
-from laplace_plus.network.selection import Selection, refine
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
-from laplace_plus.posteriors.predicting import Method
+from laplace_plus.network.selection import refine
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.base import Posterior, full_precision
 from laplace_plus.posteriors.sgd_path import DiagonalSWAG, PathMoments
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
 from laplace_plus.predictive.outputs import Outputs
@@ -45,6 +44,17 @@ from laplace_plus.structured.eigen import EigenFactor
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
+
+
+@stored
+@dataclass(frozen=True)
+class SWAGState(State):
+    """The path's moments, whether they were collected, and the seeds and statistics of draws with normalisations."""
+
+    path: PathMoments
+    collected: bool
+    seeds: tuple[int, ...] = ()
+    statistics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SWAG(Posterior):
@@ -71,8 +81,7 @@ class SWAG(Posterior):
         learning_rate, momentum, weight_decay: Of its SGD, as ``torch.optim.SGD`` has them.
         n_members: How many draws get statistics of batch normalisation of their own.
         parameters: As for :class:`Posterior`.
-        prior_precision, prior_mean, temperature, backend: Without effect.
-        memory_budget: As for :class:`Posterior`.
+        **common: As for :class:`Posterior`; prior, temperature and backend are without effect.
 
     Raises:
         ConfigurationError: A number out of range, besides what :class:`Posterior` raises. By :meth:`fit`, a single
@@ -87,13 +96,8 @@ class SWAG(Posterior):
         torch.Size([3, 2])
     """
 
-    default_method: Method = "sampled"
+    default_method = "sampled"
     _collected: PathMoments | None = None
-    _path: PathMoments
-    _variance: Tensor
-    _deviations: Tensor
-    _seeds: Tensor | None = None
-    _statistics: dict[str, Tensor]
 
     def __init__(
         self,
@@ -107,26 +111,12 @@ class SWAG(Posterior):
         momentum: float = 0.9,
         weight_decay: float = 3e-4,
         n_members: int = 30,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
-        checks.count("rank", rank, 0)
-        checks.count("n_members", n_members)
-        if scale is not None:
-            checks.positive("scale", scale)
-        self.rank, self.scale, self.n_members = rank, scale, n_members
+        self.rank, self.n_members = checks.count("rank", rank, 0), checks.count("n_members", n_members)
+        self.scale = (0.5 if rank else 1.0) if scale is None else checks.positive("scale", scale)
         self._training = DiagonalSWAG(learning_rate, n_snapshots, momentum, weight_decay)
-        super().__init__(model, likelihood, **common_arguments(locals()))
-
-    @override
-    def options(self) -> dict[str, Any]:
-        names = ("learning_rate", "n_snapshots", "momentum", "weight_decay")
-        own = {"rank": self.rank, "scale": self.scale, "n_members": self.n_members}
-        return own | {name: getattr(self._training, name) for name in names}
+        super().__init__(model, likelihood, **common)
 
     # -- snapshots and the fit -----------------------------------------------------------------------------------------
 
@@ -155,47 +145,33 @@ class SWAG(Posterior):
         return self
 
     @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> SWAGState:
         path, norms = self._collected, self._norms(self.network.model)
         if path is None or norms:
             require_restartable(data, "SWAG passes over the data several times.")
-        n_data, n_outputs = self._survey(data, progress)
+        n_data, n_outputs, _ = survey(self, data)
         if path is None:
             options: Any = {"rank": self.rank, "name": "SWAG", "progress": progress, "generator": generator}
             path = self._training.follow(self.network, self.likelihood, data, **options)
         if path.count < 2:  # noqa: PLR2004
             what, fix = "One snapshot has no variance.", "Call collect(model) after each epoch."
             raise ConfigurationError(what, expected="two snapshots or more", got=f"{path.count}", fix=fix)
-        self._adopt(path)
-        self._seeds, self._statistics = None, {}
+        mean, collected = path.mean.to(self.network.dtype), self._collected is not None
+        state = SWAGState(mean, n_data, n_outputs, path, collected)
         if norms:
             source = torch.Generator().manual_seed(draw_seed(generator))
-            self._seeds = torch.tensor([draw_seed(source) for _ in range(self.n_members)])
-            self._statistics = self._normalised(data, progress)
-        self.n_data, self.n_outputs = n_data, n_outputs
+            state = replace(state, seeds=tuple(draw_seed(source) for _ in range(self.n_members)))
+            self._set_state(state)
+            state = replace(state, statistics=self._normalised(data, progress))
+        return state
 
-    def _survey(self, data: Iterable[Any], progress: bool) -> tuple[int, int]:
-        """The numbers of data and outputs; errors for targets that do not fit."""
-        seen, n_outputs, count, doubt, likelihood = 0, 0, 0.0, 0.0, self.likelihood
-        for batch in self.batches(data, progress=progress, description="SWAG: data"):
-            outputs = self.network.forward(batch.inputs)
-            likelihood.validate(outputs, batch.target)
-            count += float(likelihood.rows(outputs, batch.target)[2].sum())
-            doubt += likelihood.evidence_for_probabilities(outputs, batch.target)
-            seen, n_outputs = seen + len(outputs), outputs.shape[-1]
-        if not count:
-            raise self.zero_curvature()
-        if doubt > 0:
-            doubt_logits(likelihood, doubt)
-        return seen, n_outputs
-
-    def _adopt(self, path: PathMoments) -> None:
-        """Take over the moments of a path, scaled."""
-        dtype, k = self.network.dtype, len(path.deviations)
-        scale = (0.5 if self.rank else 1.0) if self.scale is None else self.scale
-        self.mean, self._path = path.mean.to(dtype), path
-        self._variance = (scale * path.variance.clamp(min=_LEAST)).to(dtype)
-        self._deviations = path.deviations.to(dtype) * (scale / max(1, k - 1)) ** 0.5
+    @override
+    def _set_state(self, state: SWAGState) -> None:
+        super()._set_state(state)
+        if state.collected:
+            self._collected = state.path
 
     # -- batch normalisation -------------------------------------------------------------------------------------------
 
@@ -205,8 +181,7 @@ class SWAG(Posterior):
 
     def _member(self, number: int) -> Tensor:
         """The weights of a draw that has statistics, ``[P]``; the same on every device."""
-        assert self._seeds is not None
-        return self._draw(1, torch.Generator().manual_seed(int(self._seeds[number])))[0]
+        return self._draw(1, torch.Generator().manual_seed(self.state.seeds[number]))[0]
 
     def _normalised(self, data: Iterable[Any], progress: bool) -> dict[str, Tensor]:
         """Means and variances ``[n_members, *]`` of each batch normalisation, from one pass over the data."""
@@ -237,43 +212,54 @@ class SWAG(Posterior):
     @override
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs of n sampled networks; with batch normalisation, of as many draws that have statistics."""
-        if self._seeds is None:
+        if not self.state.seeds:
             yield from super().sampled_outputs(x, n, generator)
             return
         network, x = self.network, self.network.receive(x)
         device = None if generator is None else generator.device
-        order = torch.randperm(len(self._seeds), generator=generator, device=device).tolist()
+        order = torch.randperm(len(self.state.seeds), generator=generator, device=device).tolist()
         for number in order[:n]:
             known = network.substitute(self._member(number))
-            known |= {name: every[number] for name, every in self._statistics.items()}
+            known |= {name: every[number] for name, every in self.state.statistics.items()}
             with torch.no_grad():
                 yield network(x, known)
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
+    def _variance(self) -> Tensor:
+        """``s Σ_diag``, ``[P]``."""
+        return (self.scale * self.state.path.variance.clamp(min=_LEAST)).to(self.mean)
+
+    def _deviations(self) -> Tensor:
+        """``(s/(k − 1))^½ Dᵀ``, ``[k, P]``."""
+        deviations = self.state.path.deviations
+        return deviations.to(self.mean) * (self.scale / max(1, len(deviations) - 1)) ** 0.5
+
     def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        shapes = (n, len(self.mean)), (n, len(self._deviations))
+        deviations = self._deviations()
+        shapes = (n, len(self.mean)), (n, len(deviations))
         diagonal, low = (standard_normal(shape, like=self.mean, generator=generator) for shape in shapes)
-        return torch.addmm(self.mean + diagonal * self._variance.sqrt(), low, self._deviations)
+        return torch.addmm(self.mean + diagonal * self._variance().sqrt(), low, deviations)
 
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        checks.count("n", n)
         self.require_fit()
-        self.check_draws(n=n)
         return self._draw(n, generator)
 
     @full_precision
     def variance(self) -> Tensor:
         """The variance of each parameter entry, ``[P]``."""
         self.require_fit()
-        return self._variance + self._deviations.square().sum(0)
+        return self._variance() + self._deviations().square().sum(0)
 
     @full_precision
     def covariance_matrix(self) -> Tensor:
         """The covariance written out, ``[P, P]``; only for small P."""
         self.require_fit()
-        return torch.diag(self._variance) + self._deviations.mT @ self._deviations
+        deviations = self._deviations()
+        return torch.diag(self._variance()) + deviations.mT @ deviations
 
     @override
     @full_precision
@@ -292,34 +278,14 @@ class SWAG(Posterior):
             return super().functional_posterior(x, differentiable=differentiable, **options)
         self.require_fit()
         network, layout, x = self.network, whole_layout(self.network), self.network.receive(x)
-        factor = EigenFactor(IdentityBasis(), self._variance.reciprocal()[None, None])
+        factor = EigenFactor(IdentityBasis(), self._variance().reciprocal()[None, None])
         known: Any = {"joint": joint, "outputs": outputs}
         with torch.no_grad():
             own = functional_posteriors(
                 network, [{layout.key: factor}], x, expected_outputs=self.n_outputs, layouts=[layout], **known
             )[0]
-            rows = self._deviations
+            rows = self._deviations()
             rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
             mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs)
             low = moments(mean + self._mean_shift(x), moved * len(rows) ** 0.5, **known)
         return FunctionalPosterior(low.mean.to(own.mean), own.covariance + low.covariance.to(own.covariance))
-
-    # -- storage -------------------------------------------------------------------------------------------------------
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        path = self._path
-        tensors = {"path.mean": path.mean, "path.squares": path.squares, "path.deviations": path.deviations}
-        if self._seeds is not None:
-            tensors["seeds"] = self._seeds
-        tensors |= {f"statistics.{name}": own for name, own in self._statistics.items()}
-        return {"count": path.count, "collected": self._collected is not None}, tensors
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        like, found = self.network.vector(), [tensors[f"path.{name}"] for name in ("mean", "squares", "deviations")]
-        self._adopt(PathMoments(found[0].double(), found[1].double(), found[2].to(like), int(header["count"])))
-        self._collected = self._path if header["collected"] else None
-        self._seeds = tensors["seeds"].cpu() if "seeds" in tensors else None
-        prefix = "statistics."
-        self._statistics = {k.removeprefix(prefix): own for k, own in tensors.items() if k.startswith(prefix)}

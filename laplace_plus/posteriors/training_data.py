@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from laplace_plus.errors import DataError
-from laplace_plus.network.batches import same_sum
+from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.network.batches import DataSums, same_sum
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,20 @@ def require_same_data(of: str, before: tuple[int, float | None], now: tuple[int,
     if now[0] != before[0] or others:
         what, expected = f"These are not the data of {of}.", f"its {before[0]} examples, in any order"
         raise DataError(what, expected=expected, got=f"{now[0]} others" if others else f"{now[0]} examples")
+
+
+def survey(posterior: Any, data: Iterable[Any]) -> tuple[int, int, float]:
+    """Number of examples, of outputs, and a sum by which the data are known again; SelectionError without a target."""
+    sums, n_outputs, doubt, counts = DataSums(posterior.network.device), 0, 0.0, False
+    for batch in posterior.batches(data):
+        outputs = posterior.network.forward(batch.inputs)
+        posterior.likelihood.validate(outputs, batch.target)
+        doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)
+        sums.add(batch, len(outputs))
+        counts = counts or bool(posterior.likelihood.rows(outputs, batch.target)[2].any())
+        n_outputs = outputs.shape[-1]
+    if not counts:
+        raise posterior.zero_curvature()
+    if doubt > 0:
+        doubt_logits(posterior.likelihood, doubt)
+    return sums.count, n_outputs, sums.values()[0]

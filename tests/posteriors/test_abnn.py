@@ -8,16 +8,13 @@ from itertools import combinations
 
 import pytest
 import torch
-from problems import CallLimit
 from torch import nn
 from torch.func import functional_call, vmap
 
 import laplace_plus as lp
 from laplace_plus.errors import (
     ConfigurationError,
-    DataError,
     NoGainWarning,
-    NonFiniteError,
     SelectionError,
     UnsupportedError,
 )
@@ -250,34 +247,6 @@ def test_class_weights_bias_members_and_less_so_their_average():
     assert biases[10.0].mean(0).abs().max() < biases[10.0].abs().amax(1).mean() / 1.5
 
 
-class Interrupting(list):
-    """Batches of which one is an interrupt."""
-
-    def __init__(self, batches, at):
-        super().__init__(batches)
-        self.left = at
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-            yield batch
-
-
-@pytest.mark.parametrize("noise", ["channel", "element"])
-def test_a_fit_that_diverges_changes_nothing(noise):
-    model, data = classified()
-    posterior = lp.ABNN(model, "classification", noise=noise).fit(data, generator=seeded())
-    before, members = snapshot(model), posterior.members
-    posterior.learning_rate = 1e300
-    with pytest.raises(NonFiniteError, match="diverged|NaN or inf"):
-        posterior.fit(data)
-    assert_untouched(model, before)
-    assert posterior.members is members
-    assert model.training
-
-
 def test_fit_scale_takes_the_best_of_all_candidates():
     """An over-confident network gains by noise; the value is the log-probability of the same predictions."""
     model, data = classified(n=300)
@@ -292,7 +261,7 @@ def test_fit_scale_takes_the_best_of_all_candidates():
             found = one.predictive(held_out[0][0], n_samples=20, generator=seeded(seed))
             values[scale, fine_tuned] = float(found.log_prob(held_out[0][1]).mean())
     before = snapshot(model)
-    posterior.fit_scale(held_out, generator=seeded(7))
+    posterior.fit_scale(held_out, n_samples=20, generator=seeded(7))
     best = max(values, key=values.get)
     assert (posterior.noise_scale, posterior.fine_tuned) == best
     assert best[0] > 0
@@ -310,7 +279,7 @@ def test_fit_scale_falls_back_to_the_network_and_says_so(tmp_path):
     y = torch.multinomial(model(x).softmax(-1), 1, generator=seeded()).squeeze(-1)
     posterior = lp.ABNN(model, "classification", learning_rate=0.5).fit([(x[:20], y[:20])], generator=seeded())
     with pytest.warns(NoGainWarning, match="which is what the posterior now is") as caught:
-        posterior.fit_scale([(x[20:], y[20:])], grid=[1.0, 2.0], generator=seeded())
+        posterior.fit_scale([(x[20:], y[20:])], grid=[0.0, 1.0, 2.0], n_samples=20, generator=seeded())
     assert caught[0].filename == __file__
     found = posterior.predictive(x, n_samples=2)
     assert torch.equal(found.functional_samples, model(x).detach().expand(2, -1, -1))
@@ -322,15 +291,6 @@ def test_fit_scale_falls_back_to_the_network_and_says_so(tmp_path):
     assert torch.equal(again.predictive(x, n_samples=2).functional_samples, found.functional_samples)
 
 
-def test_a_trillion_samples_of_the_tuner_are_refused():
-    model, data = classified()
-    posterior = lp.ABNN(model, "classification", n_members=2, epochs=1).fit(data, generator=seeded())
-    CallLimit(model).restart(50)  # nobody waits for a trillion
-    with pytest.raises(ConfigurationError, match="1000000000000 samples of the outputs"):
-        posterior.fit_scale(data, n_samples=10**12, generator=seeded())
-    assert (posterior.noise_scale, posterior.tuning) == (0.2, None)
-
-
 def test_the_noise_of_targets_is_tuned_with_the_scale():
     model, data = classified(n=200)
     x = torch.cat([x for x, _ in data])
@@ -338,7 +298,7 @@ def test_the_noise_of_targets_is_tuned_with_the_scale():
     posterior = lp.ABNN(model, lp.Gaussian(0.5), epochs=0).fit([(x, y)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGainWarning)
-        posterior.fit_scale([(x, y)], tune_noise=True, generator=seeded())
+        posterior.fit_scale([(x, y)], tune_noise=True, n_samples=20, generator=seeded())
     assert float(posterior.noise_std) == pytest.approx(0.5 * 2**-0.75)  # of the steps of 2^¼ the nearest to .3
     with pytest.raises(ConfigurationError, match="no noise to tune"):
         lp.ABNN(*classified()[:1], "classification").fit(classified()[1]).fit_scale(data, tune_noise=True)
@@ -406,17 +366,16 @@ def test_what_has_no_noise_is_refused():
     refused(UnsupportedError, "lp.KFAC", lambda: lp.ABNN(plain, "classification"))
     refused(SelectionError, "frozen", lambda: lp.ABNN(frozen, "classification"))
     assert lp.ABNN(frozen, "classification", parameters=["1.*"]).n_parameters == 16
-    refused(SelectionError, "Only normalisation", lambda: lp.ABNN(model, "classification", parameters=["3"]))
+    refused(SelectionError, "Noise belongs", lambda: lp.ABNN(model, "classification", parameters=["3"]))
     masks = {"1.weight": torch.arange(8) < 3}
     refused(SelectionError, "whole γ", lambda: lp.ABNN(model, "classification", parameters=masks))
-    refused(SelectionError, "belongs to γ", lambda: lp.ABNN(model, "classification", parameters=["1.bias"]))
+    refused(SelectionError, "whole γ", lambda: lp.ABNN(model, "classification", parameters=["1.bias"]))
     refused(ConfigurationError, "Class weights", lambda: lp.ABNN(model, "regression", prior_weight=2.0))
     for wrong in ({"scale": -0.1}, {"scale": float("nan")}, {"noise": "pixel"}, {"epochs": -1}, {"n_members": 0}):
         refused(ConfigurationError, None, lambda wrong=wrong: lp.ABNN(model, "classification", **wrong))
     refused(ConfigurationError, "not a module", lambda: lp.ABNN("model", "classification"))
     element = lp.ABNN(model, "classification", noise="element").fit(data)
     refused(UnsupportedError, "no distribution over weights", lambda: element.sample(2))
-    refused(DataError, "each scale|Each scale", lambda: element.fit_scale(iter(data)))
     own = nn.Sequential(nn.Linear(3, 4), Own(4)).double()
     refused(UnsupportedError, "1.weight", lambda: lp.ABNN(own, "classification", noise="element").fit(data))
     assert lp.ABNN(own, "classification").fit(data).is_fitted

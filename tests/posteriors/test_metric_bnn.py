@@ -10,11 +10,10 @@ from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
     DataError,
-    NonFiniteError,
     NotFittedError,
-    UnsupportedError,
 )
 from laplace_plus.geometry import LossLandscape
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     LatentModel,
@@ -115,15 +114,6 @@ def test_particles_together_go_where_each_goes_alone():
         torch.testing.assert_close(found.deviations[:, -1], alone, rtol=0, atol=1e-10)
 
 
-def test_permuted_particles_are_permuted(problem):
-    net, data = problem
-    landscape = LossLandscape(net, "classification", data)
-    directions, order = draw_directions(4, landscape.vector, 0), torch.tensor([2, 0, 3, 1])
-    walk = Walk(4, 5, 0.2, 3, 0.1)
-    one, other = (explore(landscape, d, walk).deviations for d in (directions, directions[order]))
-    torch.testing.assert_close(other, one[order], rtol=0, atol=1e-13)
-
-
 def test_every_second_point_is_stored(problem):
     whole = fit(problem, sampling="exploration").trajectories
     some = fit(problem, sampling="exploration", store_every=2).trajectories
@@ -219,19 +209,6 @@ def test_the_automatic_rate_gives_way_where_the_loss_is_steeper():
     assert losses(ends[0]).max() < 0.05 < losses(ends[1]).max()
 
 
-def test_lost_particles_are_named(problem, monkeypatch):
-    gradient = LossLandscape.gradient
-    calls = []
-
-    def broken(self, points):
-        calls.append(0)
-        return gradient(self, points) * (float("inf") if len(calls) > 8 else 1)
-
-    monkeypatch.setattr(LossLandscape, "gradient", broken)
-    with pytest.raises(NonFiniteError, match=r"step 3 of 6.*smaller learning_rate"):
-        fit(problem)
-
-
 # -- the latent model --------------------------------------------------------------------------------------------------
 
 
@@ -282,8 +259,6 @@ def test_principal_coordinates_hold_all_points():
     assert 1 - part.kept == pytest.approx(float(missed))
     whole, entries = choose_coordinates(points, LatentModel(projection="none", standardize=False))
     assert torch.equal(entries, points) and whole.scale == 1
-    with pytest.raises(NonFiniteError, match="no spread"):
-        choose_coordinates(torch.zeros(3, 300), LatentModel())
 
 
 def drawn_latents(posterior, n, monkeypatch):
@@ -362,15 +337,6 @@ def test_long_trajectories_are_drawn_more_often(problem, monkeypatch):
 # -- posteriors --------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_samples(problem):
-    one, other = fit(problem), fit(problem)
-    assert torch.equal(one.sample(5, generator=generator()), other.sample(5, generator=generator()))
-    torch.manual_seed(3)
-    net, data = problem
-    drawn = [lp.MetricBNN(net, "classification", sampling="exploration", **SMALL).fit(data) for _ in range(2)]
-    assert not torch.equal(drawn[0].trajectories, drawn[1].trajectories)
-
-
 def test_explored_points_and_their_gaussian(problem):
     posterior = fit(problem)
     points = posterior.trajectories[:, 1:].flatten(0, 1)
@@ -403,12 +369,14 @@ def test_held_out_data_choose_the_extent(problem):
     posterior = fit(problem, sampling="exploration", step_size=1.0)
     posterior.fit_extent(data, grid=(1.0, 0.5, 1 / 6), n_samples=20, generator=generator())
     assert posterior.extent < 1
-    seed = torch.randint(2**63 - 1, (1,), generator=generator())
+    source = generator()
+    seeds = [draw_seed(source) for _ in data]
 
     def score(extent):
         posterior.extent = extent
-        source = generator(int(seed))
-        log_probs = [posterior.predictive(x, n_samples=20, generator=source).log_prob(y) for x, y in data]
+        sources = [generator(seed) for seed in seeds]
+        pairs = zip(data, sources, strict=True)
+        log_probs = [posterior.predictive(x, n_samples=20, generator=g).log_prob(y) for (x, y), g in pairs]
         return float(torch.cat(log_probs).mean())
 
     chosen = posterior.extent
@@ -434,7 +402,7 @@ def test_loaded_posteriors_encode_alike(problem, tmp_path):
     posterior.extent = 0.7
     posterior.save(tmp_path / "p")
     loaded = lp.load(tmp_path / "p", net)
-    assert loaded.options() == posterior.options()
+    assert loaded.options == posterior.options
     assert loaded.report == posterior.report
     assert loaded.extent == posterior.extent
     assert torch.equal(
@@ -452,59 +420,37 @@ def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path)
     loaded = lp.load(tmp_path / "p", net)
     assert loaded.weight_decay == 0.02
     assert float(loaded.fit(data * 2).prior_precision) == pytest.approx(0.02 * 24)
-    assert "weight_decay" not in fit(problem, sampling="exploration").options()
 
 
-def interrupt_after(patch, owner, name, count):
-    """Let a function run so many times; returns the list of its calls."""
-    original, calls = getattr(owner, name), []
-
-    def interrupted(*args, **options):
-        if len(calls) == count:
-            raise KeyboardInterrupt
-        calls.append(0)
-        return original(*args, **options)
-
-    patch.setattr(owner, name, interrupted)
-    return calls
-
-
-def test_bad_requests_are_named(problem):
-    net, data = problem
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         {"n_particles": 0},
         {"step_size": 0.0},
         {"learning_rate": -1.0},
         {"n_refinements": -1},
-        {"minibatch": 0},
         {"reduction": "none"},
-        {"objective": "loss"},
         {"store_every": 3},
         {"sampling": "all"},
-        {"trajectory": "any"},
         {"endpoint": "first"},
         {"weight_decay": 0.0},
-        {"latent": {"width": 3}},
         {"latent": {"negatives": "none"}},
         {"latent": {"kept": 1.5}},
         {"latent": {"hidden": (0,)}},
-    ):
-        with pytest.raises(ConfigurationError):
-            lp.MetricBNN(net, "classification", **options)
+    ],
+)
+def test_bad_options_are_named(problem, options):
+    with pytest.raises(ConfigurationError):
+        lp.MetricBNN(problem[0], "classification", **options)
+
+
+def test_bad_requests_are_named(problem):
+    net, data = problem
     posterior = lp.MetricBNN(net, "classification", sampling="exploration", **SMALL)
-    with pytest.raises(NotFittedError):
-        _ = posterior.exploration
     with pytest.raises(DataError, match="used once"):
         posterior.fit(iter(data))
     posterior.fit(data)
     with pytest.raises(NotFittedError, match="no latent model"):
         posterior.encode(posterior.mean)
-    with pytest.raises(UnsupportedError, match="cannot be updated"):
-        posterior.update(data)
     with pytest.raises(ConfigurationError, match="no noise to tune"):
         posterior.fit_extent(data, tune_noise=True)
-    with pytest.raises(ConfigurationError, match="no pairs"):
-        lp.MetricBNN(net, "classification", n_steps=1, latent={"anchored": False}).fit(data)
-    posterior.memory_budget = 100
-    with pytest.raises(ConfigurationError, match="does not hold"):
-        posterior.fit(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -255,16 +254,14 @@ def test_divergence_is_that_of_torch():
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     expected = expected_log_density(lp.Categorical(), "jensen", mean, variance, y).sum()
     draws = own.sample(40_000, generator=generator()) - own.mean  # of two more pieces of q, by its own methods
-    state = own.state()[1]
     total = 0.0
-    for m, root in zip(state["mean"], state["root"], strict=True):
+    for m, root in zip(own.q.mean, own.q.root, strict=True):
         q = MultivariateNormal(m, root @ root.T)
         prior = MultivariateNormal(torch.full_like(m, 0.3), torch.eye(len(m), dtype=m.dtype) / 2)
         total += kl_divergence(q, prior)
     assert_close(own.elbo(), expected - total, rtol=1e-9, atol=1e-9)
-    wanted = torch.stack([root @ root.T for root in state["root"]])
-    index = state["index"]
-    found = torch.stack([torch.cov(draws[:, row].T) for row in index])
+    wanted = torch.stack([root @ root.T for root in own.q.root])
+    found = torch.stack([torch.cov(draws[:, row].T) for row in own.state.index])
     assert (found - wanted).abs().max() < 6 * wanted.abs().max() * (2 / 40_000) ** 0.5
 
 
@@ -280,15 +277,14 @@ def test_bounds_are_in_order_and_below_the_evidence():
         fitted[bound] = own.fit(data, generator=generator())
         values[bound] = float(fitted[bound].elbo())
     phi = features_of(net, x)
-    q, index = fitted["mc"], fitted["mc"].state()[1]["index"]
+    q, index = fitted["mc"], fitted["mc"].state.index
     n = 100_000
     theta = q.sample(n, generator=generator(3))
     logits = torch.einsum("nd,scd->snc", phi, theta[:, index])
     likelihood = logits.log_softmax(-1).gather(-1, y.expand(n, -1)[..., None])[..., 0].sum(-1)
     prior = Normal(0.0, 1.5**-0.5).log_prob(theta).sum(-1)
     log_q = torch.zeros(n, dtype=torch.float64)
-    state = q.state()[1]
-    for row, m, root in zip(index, state["mean"], state["root"], strict=True):
+    for row, m, root in zip(index, q.q.mean, q.q.root, strict=True):
         log_q += MultivariateNormal(m, root @ root.T).log_prob(theta[:, row])
     ratios = likelihood + prior - log_q
     evidence = ratios.logsumexp(0) - math.log(n)
@@ -367,7 +363,7 @@ def test_the_bound_is_never_below_its_start(covariance, bound):
     with pytest.warns(ConvergenceWarning):
         short.fit(data, generator=generator())
     full = lp.VariationalLastLayer(net, "classification", **options).fit(data, generator=generator())
-    state, x = full.state()[1], torch.cat([x for x, _ in data])
+    x = torch.cat([x for x, _ in data])
     y, phi, p = torch.cat([y for _, y in data]), features_of(net, x), net(x).detach().softmax(-1)
     curvature = torch.einsum("nc,nd,ne->cde", p * (1 - p), phi, phi) + 0.7 * torch.eye(7, dtype=phi.dtype)
     start = Gaussians.laplace(
@@ -381,12 +377,11 @@ def test_the_bound_is_never_below_its_start(covariance, bound):
         scatter = 0.7 * (start.mean.square().sum() + start.root.square().sum())
         value = value - (scatter - 21 - 21 * math.log(0.7) - start.log_determinant()) / 2
         assert short.elbo() >= value - 1e-9
-    assert full.elbo() >= short.elbo() - 1e-9 and state["mean"].shape == (3, 7)
+    assert full.elbo() >= short.elbo() - 1e-9 and full.q.mean.shape == (3, 7)
     before = full.elbo()
     full.fit_prior_precision()
     assert full.elbo() >= before and float(full.elbo()) == pytest.approx(full.tuning.value, abs=1e-8)
-    q = Gaussians(full.state()[1]["mean"], full.state()[1]["root"])
-    assert float(full.prior_precision) == pytest.approx(21 / float(q.scatter(torch.zeros(3, 7))), rel=1e-9)
+    assert float(full.prior_precision) == pytest.approx(21 / float(full.q.scatter(torch.zeros(3, 7))), rel=1e-9)
 
 
 def test_the_search_ends_where_nothing_more_is_to_gain():
@@ -394,14 +389,14 @@ def test_the_search_ends_where_nothing_more_is_to_gain():
     net, data = classes()
     own = lp.VariationalLastLayer(net, "classification", mean="optimal", bound="reduced_kn").fit(data)
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
-    phi, state = features_of(net, x), own.state()[1]
-    mean = (phi @ state["mean"].mT).requires_grad_()
-    variance = (phi @ state["root"]).square().sum(-1).mT.clone().requires_grad_()
+    phi, q = features_of(net, x), own.q
+    mean = (phi @ q.mean.mT).requires_grad_()
+    variance = (phi @ q.root).square().sum(-1).mT.clone().requires_grad_()
     total = expected_log_density(lp.Categorical(), "reduced_kn", mean, variance, y).sum()
     by_mean, by_variance = torch.autograd.grad(total, (mean, variance))
     precision = torch.einsum("nc,nd,ne->cde", -2 * by_variance, phi, phi) + torch.eye(7, dtype=phi.dtype)
-    assert_close(state["root"] @ state["root"].mT, torch.linalg.inv(precision), rtol=1e-3, atol=1e-4)
-    assert_close(by_mean.mT @ phi, state["mean"], rtol=1e-3, atol=1e-3)
+    assert_close(q.root @ q.root.mT, torch.linalg.inv(precision), rtol=1e-3, atol=1e-4)
+    assert_close(by_mean.mT @ phi, q.mean, rtol=1e-3, atol=1e-3)
 
 
 def test_noise_that_the_network_predicts():
@@ -444,26 +439,6 @@ def test_known_noise_of_each_target_is_exact():
 
 
 # -- data and networks -------------------------------------------------------------------------------------------------
-
-
-def test_features_that_do_not_fit_are_computed_again():
-    net, data = classes()
-    diagonal = partial(lp.VariationalLastLayer, net, "classification", covariance="diagonal")
-    kept = diagonal().fit(data)
-    streamed = diagonal(memory_budget=2000).fit(data)
-    assert_close(streamed.mean, kept.mean, rtol=1e-5, atol=1e-6)
-    streamed.fit_prior_precision()
-    assert_close(streamed.prior_precision, kept.fit_prior_precision().prior_precision, rtol=1e-4, atol=0)
-    with pytest.raises(DataError, match="computed again"):
-        diagonal(memory_budget=2000).fit(iter(data))
-
-
-def test_a_budget_that_does_not_hold_the_search_is_refused():
-    net, data = classes()
-    with pytest.raises(ConfigurationError, match=r"a search over covariances(.|\n)*memory_budget") as failure:
-        lp.VariationalLastLayer(net, "classification", memory_budget=2000).fit(data)
-    least = str(failure.value).partition("of at least ")[2].partition(". Got")[0]
-    assert lp.VariationalLastLayer(net, "classification", memory_budget=least).fit(data).n_data
 
 
 class Streamed(IterableDataset):

@@ -7,7 +7,6 @@ trajectory. On a quadratic loss with eigenvalue λ along d, a trajectory ends at
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,11 +15,11 @@ from torch import Tensor
 
 from laplace_plus import checks, kernels
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry import LossLandscape
-from laplace_plus.io.checkpoints import Checkpoint
+from laplace_plus.likelihoods.sampling import stage_generator
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.resuming import stage_generator
+from laplace_plus.persistence import stored
 
 Objective = Literal["posterior", "likelihood"]
 Reduction = Literal["mean", "sum"]
@@ -30,9 +29,6 @@ _MANY = 10_000
 
 _MINIBATCH = 1024
 """Examples in such a minibatch."""
-
-_BLOCKS = 20
-"""A trajectory is written to a checkpoint in about so many blocks: an interruption loses 5 % of it."""
 
 _RISE = 1.1
 """Growth of a gradient in one refinement that shows that the rate is too large; rounding stays far below."""
@@ -82,6 +78,7 @@ class Walk:
         return None if self.minibatch is None or self.minibatch >= n_data else self.minibatch
 
 
+@stored
 @dataclass(frozen=True)
 class ExplorationReport:
     """How an exploration went.
@@ -128,13 +125,7 @@ def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
 
 
 def explore(
-    landscape: LossLandscape,
-    directions: Tensor,
-    walk: Walk,
-    *,
-    seed: int = 0,
-    checkpoint: Checkpoint | None = None,
-    progress: bool = False,
+    landscape: LossLandscape, directions: Tensor, walk: Walk, *, seed: int = 0, progress: bool = False
 ) -> Explored:
     """Let particles drift from the landscape's ``vector``.
 
@@ -148,26 +139,11 @@ def explore(
     position, rates = torch.zeros_like(directions), start.new_full((len(directions),), rate)
     deviations = start.new_empty(len(directions), walk.n_stored, len(start))
     growth = torch.full((len(directions),), float("nan"), dtype=torch.float64)
-    block = every * math.ceil(walk.n_stored / _BLOCKS)
-    blocks = range(0, walk.n_steps, block)
-    for first in progress_bar(blocks, enabled=progress, description="MetricBNN: exploration"):
-        last, stage = min(walk.n_steps, first + block), f"exploration-{first:06d}"
-        stored = slice(first // every, last // every)
-        known = None if checkpoint is None else checkpoint.read(stage, start.device)
-        if known is not None:
-            header, tensors = known
-            deviations[:, stored], rates = tensors["deviations"], tensors["rates"]
-            position, slowest = deviations[:, stored.stop - 1].clone(), float(header["slowest"])
-            growth = tensors["growth"].cpu()
-            continue
-        for step in range(first, last):
-            position, rates, ratio = refinement.refine(position + walk.step_size * directions, rates, rate, step)
-            growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
-            if (step + 1) % every == 0:
-                deviations[:, (step + 1) // every - 1] = position
-        if checkpoint is not None:
-            tensors = {"deviations": deviations[:, stored].contiguous(), "growth": growth, "rates": rates}
-            checkpoint.write(stage, {"slowest": slowest}, tensors)
+    for step in progress_bar(range(walk.n_steps), enabled=progress, description="MetricBNN: exploration"):
+        position, rates, ratio = refinement.refine(position + walk.step_size * directions, rates, rate, step)
+        growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
+        if (step + 1) % every == 0:
+            deviations[:, step // every] = position
     largest, worst = growth.nan_to_num(nan=-1.0).max(0)
     most = float(largest) if largest >= 0 else None
     return Explored(deviations, ExplorationReport(rate, curvature, slope, most, int(worst), slowest, landscape.way))
@@ -225,11 +201,8 @@ class _Refinement:
             before = position, gradient
             position = position - rates[:, None] * gradient
             norms.append(norm)
-        if not bool(torch.isfinite(position).all()):
-            what, got = f"A particle diverged at step {step + 1} of {self._walk.n_steps}.", "NaN or infinity"
-            expected = "a loss whose refinement converges along the whole trajectory"
-            fix = f"Use a smaller learning_rate (now {rate:.2g}) or step_size (now {self._walk.step_size:.2g})."
-            raise NonFiniteError(what, expected=expected, got=got, fix=fix)
+        fix = f"Use a smaller learning_rate (now {rate:.2g}) or step_size (now {self._walk.step_size:.2g})."
+        checks.finite(f"A particle after step {step + 1} of {self._walk.n_steps}", position, fix)
         if self._examples is not None or len(norms) < 2:  # noqa: PLR2004
             return position, rates, torch.full((len(position),), float("nan"), dtype=torch.float64)
         return position, rates, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()

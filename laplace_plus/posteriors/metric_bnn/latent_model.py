@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import NonFiniteError, unknown_option
+from laplace_plus.persistence import stored
 
 Negatives = Literal["derangement", "shuffle"]
 Projection = Literal["auto", "none", "principal"]
@@ -33,6 +32,7 @@ _COLUMNS = 2**16
 """Parameters at a time in the Gram matrix, whose float64 copies then take little memory beside the points."""
 
 
+@stored
 @dataclass(frozen=True)
 class LatentModel:
     """Options of the autoencoder.
@@ -96,16 +96,6 @@ class LatentModel:
         checks.choice("projection", self.projection, ("auto", "none", "principal"))
 
 
-def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
-    """Options from a dictionary, as they are, or the default ones."""
-    if isinstance(latent, LatentModel):
-        return latent
-    known = signature(LatentModel).parameters
-    for option in (latent or {}).keys() - known.keys():
-        raise unknown_option("The latent model", str(option), known)
-    return LatentModel(**(latent or {}))
-
-
 def distances(left: Tensor, right: Tensor) -> Tensor:
     """``(‖a − b‖² + 1e-12)^½`` of rows ``[n, k]``, ``[n]``."""
     return ((left - right).square().sum(-1) + _TINY).sqrt()
@@ -136,6 +126,7 @@ def draw_partners(n: int, negatives: Negatives, generator: torch.Generator) -> T
     return partners
 
 
+@stored
 @dataclass(frozen=True)
 class Coordinates:
     """Parameter vectors as inputs of the autoencoder: divided by ``scale``, along principal directions or as they are.
@@ -174,9 +165,6 @@ def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinate
     for some in points.split(_COLUMNS, dim=1):
         gram += (some @ some.mT).double()
     square = float(gram.trace()) / n / total
-    if not 0 < square < float("inf"):
-        expected = "deviations that are finite and not all zero"
-        raise NonFiniteError("The explored points have no spread.", expected=expected, got=f"a mean square of {square}")
     if options.projection == "none" or (options.projection == "auto" and total <= 256):  # noqa: PLR2004
         scale = square**0.5 if options.standardize else 1.0
         return Coordinates(None, scale, 1.0), points / scale

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.io.checkpoints import Checkpoint, packed, taking_up, unpacked
-from laplace_plus.likelihoods.sampling import global_randomness
+from laplace_plus.likelihoods.sampling import global_randomness, stage_generator
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     Coordinates,
     LatentModel,
@@ -25,11 +23,6 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
     reconstruction_loss,
     repulsion_loss,
 )
-from laplace_plus.posteriors.resuming import stage_generator
-from laplace_plus.posteriors.storing import with_prefix
-
-_SAVED = 100
-"""Epochs between checkpoints: some seconds of work."""
 
 _WINDOW = 50
 """Epochs over which losses are averaged, so that the noise of minibatches does not end the training."""
@@ -48,6 +41,7 @@ class Autoencoder(nn.Module):
             del net[-1]
 
 
+@stored
 @dataclass(frozen=True)
 class LatentReport:
     """How the autoencoder was trained.
@@ -67,33 +61,37 @@ class LatentReport:
     spread: float
 
 
+Layers = tuple[tuple[Tensor, Tensor], ...]
+"""Weights and biases of a multilayer perceptron."""
+
+
+@stored
 @dataclass(frozen=True)
 class Latents:
     """A trained autoencoder of ``coordinates``, and the latents between which samples lie.
 
     Attributes:
+        encoder, decoder: Their layers.
         start: The latent of the trained weights, ``[k]``.
         ends: Latents of the trajectories' last points, ``[N, k]``.
         farthest: Latents of the trajectories that are farthest from the start, ``[N, k]``.
     """
 
-    autoencoder: Autoencoder
+    encoder: Layers
+    decoder: Layers
     coordinates: Coordinates
     report: LatentReport
     start: Tensor
     ends: Tensor
     farthest: Tensor
 
-    @torch.no_grad()
     def encode(self, deviations: Tensor, points: Tensor) -> Tensor:
         """Latents of deviations, given the points that define the coordinates: ``[..., P] -> [..., k]``."""
-        latents: Tensor = self.autoencoder.encoder(self.coordinates.of(deviations, points))
-        return latents
+        return _perceptron(self.encoder, self.coordinates.of(deviations, points))
 
-    @torch.no_grad()
     def decode(self, latents: Tensor, points: Tensor) -> Tensor:
         """Deviations of latents, ``[..., k] -> [..., P]``."""
-        return self.coordinates.back(self.autoencoder.decoder(latents.to(points)), points)
+        return self.coordinates.back(_perceptron(self.decoder, latents.to(points)), points)
 
     def draw(self, n: int, weights: str, generator: torch.Generator | None) -> Tensor:
         """Indices of n trajectories, ``"uniform"`` or in proportion to their ``"length"``."""
@@ -103,26 +101,11 @@ class Latents:
         lengths = (self.ends - self.start).norm(dim=-1).to(device)
         return torch.multinomial(lengths, n, replacement=True, generator=generator).to(self.ends.device)
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The header and tensors to save."""
-        report = asdict(self.report)
-        tensors = {f"model.{name}": value for name, value in self.autoencoder.state_dict().items()}
-        tensors |= {"start": self.start, "ends": self.ends, "farthest": self.farthest, "history": report.pop("history")}
-        if self.coordinates.weights is not None:
-            tensors["weights"] = self.coordinates.weights
-        return {"scale": self.coordinates.scale, **report}, tensors
 
-    @classmethod
-    def read(cls, header: dict[str, Any], tensors: dict[str, Tensor], options: LatentModel) -> Latents:
-        """Restore what :meth:`state` returned."""
-        numbers = {name: value for name, value in header.items() if name != "scale"}
-        checks.positive("scale", header["scale"] if isinstance(header["scale"], float) else None)
-        coordinates = Coordinates(tensors.get("weights"), header["scale"], header["kept"])
-        model = Autoencoder(header["rank"], options.dimension, options.hidden).to(tensors["start"])
-        model.load_state_dict(with_prefix(tensors, "model."))
-        report = LatentReport(tensors["history"].cpu(), **numbers)
-        own = (tensors[name] for name in ("start", "ends", "farthest"))
-        return cls(model.requires_grad_(False), coordinates, report, *own)
+def _perceptron(layers: Layers, x: Tensor) -> Tensor:
+    for weight, bias in layers[:-1]:
+        x = torch.relu(nn.functional.linear(x, weight, bias))
+    return nn.functional.linear(x, *layers[-1])
 
 
 class Training:
@@ -137,31 +120,19 @@ class Training:
         before = torch.cat([torch.zeros_like(number[:, :1]), number[:, :-1]], dim=1)
         start = 0 if options.anchored else 1
         self._pairs = torch.stack([before[:, start:].flatten(), number[:, start:].flatten()])  # [2, pairs]
-        if not self._pairs.shape[1]:
-            expected = "two stored points or more in each trajectory, or anchored=True"
-            raise ConfigurationError("There are no pairs of consecutive points.", expected=expected, got=f"{s}")
         self._weights = torch.tensor([options.attraction, options.repulsion, options.reconstruction]).double()
 
-    def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> Latents:
-        """Train from scratch, or from a checkpoint."""
+    def run(self, *, progress: bool = False) -> Latents:
+        """Train from scratch."""
         options, rows = self._options, self._rows
         with global_randomness(rows.device, stage_generator(self._seed, 0)):
             model = Autoencoder(rows.shape[1], options.dimension, options.hidden).to(rows)
         optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, fused=True)
         history = torch.zeros(0, 3, dtype=torch.float64)
-        saved = None if checkpoint is None else checkpoint.read("latent", rows.device)
-        if saved is not None:
-            history, weights, adam = unpacked(saved)
-            with taking_up():
-                model.load_state_dict(weights)
-                optimizer.load_state_dict(adam)
-        epochs = range(len(history), options.epochs)
-        for epoch in progress_bar(epochs, enabled=progress, description="MetricBNN: autoencoder"):
+        for epoch in progress_bar(range(options.epochs), enabled=progress, description="MetricBNN: autoencoder"):
             if self._has_settled(history):
                 break
             history = torch.cat([history, self._epoch(model, optimizer, epoch)[None]])
-            if checkpoint is not None and (len(history) % _SAVED == 0 or len(history) == options.epochs):
-                checkpoint.write("latent", *packed([history, model.state_dict(), optimizer.state_dict()]))
         return self._result(model.requires_grad_(False), history)
 
     def _has_settled(self, history: Tensor) -> bool:
@@ -194,10 +165,8 @@ class Training:
             (weights @ losses).backward()
             optimizer.step()
             total += losses.detach().double().cpu() * (len(some) / n_pairs)
-        if not bool(torch.isfinite(total).all()):
-            what = f"The autoencoder diverged in epoch {epoch + 1}."
-            fix = "Use a smaller learning_rate of the latent model, or a smaller repulsion."
-            raise NonFiniteError(what, expected="finite losses", got=f"L₊, L₋, L_d = {total.tolist()}", fix=fix)
+        fix = "Use a smaller learning_rate of the latent model, or a smaller repulsion."
+        checks.finite(f"A loss of the autoencoder in epoch {epoch + 1}", total, fix)
         return total
 
     @torch.no_grad()
@@ -214,4 +183,9 @@ class Training:
         start, along = model.encoder(self._rows[:1])[0], latents.view(*self._shape, -1)
         far = (along - start).norm(dim=-1).argmax(1)
         numbers = torch.arange(len(along), device=far.device)
-        return Latents(model, self._coordinates, report, start, along[:, -1], along[numbers, far])
+        encoder, decoder = (
+            tuple((layer.weight.detach(), layer.bias.detach()) for layer in net if isinstance(layer, nn.Linear))
+            for net in (model.encoder, model.decoder)
+        )
+        ends = along[:, -1], along[numbers, far]
+        return Latents(encoder, decoder, self._coordinates, report, start, *ends)

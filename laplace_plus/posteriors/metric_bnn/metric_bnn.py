@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus._memory import budget, in_words
-from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError, warn
+from laplace_plus.errors import ConvergenceWarning, NotFittedError, warn
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.gradients import loss_gradient
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.base import Posterior, full_precision
 from laplace_plus.posteriors.metric_bnn.exploration import (
     ExplorationReport,
     Explored,
@@ -37,18 +35,12 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     draw_directions,
     explore,
 )
-from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
+from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
 from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training
-from laplace_plus.posteriors.resuming import ResumableFit
-from laplace_plus.posteriors.sample_based import held_out_scores
-from laplace_plus.posteriors.storing import with_prefix
-from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.predictive import Prediction, from_samples
-from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.tuning import Tuner, TuningResult, Validation
-from laplace_plus.tuning.base import require_only, tunes_noise
-
-_WHY = "Particles are refined by many passes over the data."
+from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.training_data import require_restartable, survey
+from laplace_plus.priors import as_hyperparameter
+from laplace_plus.tuning import Tuner, Validation
 
 Sampling = Literal["latent", "exploration", "gaussian"]
 
@@ -58,25 +50,27 @@ _GROWTH = 2.0
 _OTHER = 0x5851F42D4C957F2D
 """Flips bits of the seed, so that the autoencoder's random numbers differ from the particles'."""
 
-_VECTORS, _EACH = 15, 8
-"""Vectors of the parameters' length that a fit takes, as measured, and those for each particle."""
-
 _EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
 """Extents that are tried on held-out data: 1, 2^-½, …, 1/32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExtentResult(TuningResult):
-    """What a tuning of a :class:`MetricBNN` found; its prior precision stays as it is.
+@stored
+@dataclass(frozen=True)
+class Exploration(State):
+    """What a fit found: the particles' stored points as deviations from the mean ``[N, S, P]``, and the autoencoder."""
 
-    Attributes:
-        extent: Part of each trajectory that samples come from.
-    """
+    deviations: Tensor
+    report: ExplorationReport
+    latents: Latents | None
+    extent: float = 1.0
 
-    extent: float
+    @property
+    def points(self) -> Tensor:
+        """All deviations, ``[N S, P]``."""
+        return self.deviations.flatten(0, 1)
 
 
-class MetricBNN(ResumableFit):
+class MetricBNN(Posterior):
     """Samples along the trajectories of particles that drift from the trained weights while the loss pulls them back.
 
     N particles start at the trained weights, each with its own direction. They take T steps of length α along it, each
@@ -94,16 +88,16 @@ class MetricBNN(ResumableFit):
     noise level changes predictions at once, a new prior or temperature only the next fit. :attr:`mean` is the trained
     weights, where trajectories start.
 
-    :meth:`fit` raises ConfigurationError if ``learning_rate · λ_max ≥ 2`` or if the trajectories do not fit into
-    memory, and NonFiniteError if the refinement or the autoencoder diverges. It warns (ConvergenceWarning) if
-    refinement raised the gradient along a trajectory, or if the autoencoder does not reproduce the explored points.
+    :meth:`fit` raises ConfigurationError if ``learning_rate · λ_max ≥ 2``, and NonFiniteError if the refinement or the
+    autoencoder diverges. It warns (ConvergenceWarning) if refinement raised the gradient along a trajectory, or if the
+    autoencoder does not reproduce the explored points.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
         n_particles: N.
         n_steps: T.
         step_size: α.
-        n_refinements: M, at most 1 000 000.
+        n_refinements: M.
         learning_rate: η of the refinement, on the mean loss. It must be below ``2 / λ_max``, with λ_max the largest
             curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, the largest safe rate, and less where the loss
             is steeper away from the trained weights (:class:`~.exploration.Walk`). The paper's 1e-3 is often so small
@@ -121,7 +115,7 @@ class MetricBNN(ResumableFit):
         trajectory: How j is drawn: ``"uniform"``, or in proportion to the latent ``"length"`` ``‖z_j − z_0‖``.
         endpoint: Where trajectory j ends: at its ``"last"`` point, or at that with the ``"farthest"`` latent.
         chunk_size: Number of particles that are pushed through the network at a time.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
+        **common: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: A number out of range or an unknown name, besides what :class:`Posterior` raises.
@@ -136,7 +130,6 @@ class MetricBNN(ResumableFit):
     """
 
     default_method = "sampled"
-
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     def __init__(
@@ -159,12 +152,7 @@ class MetricBNN(ResumableFit):
         trajectory: Literal["uniform", "length"] = "uniform",
         endpoint: Literal["last", "farthest"] = "last",
         chunk_size: int = CHUNK_SIZE,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
         self.walk = Walk(
             n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
@@ -172,71 +160,45 @@ class MetricBNN(ResumableFit):
         if weight_decay is not None:
             checks.positive("weight_decay", weight_decay)
         self.weight_decay = weight_decay
-        self.latent = resolve_latent(latent)
-        checks.choice("sampling", sampling, ("latent", "exploration", "gaussian"))
-        checks.choice("trajectory", trajectory, ("uniform", "length"))
-        checks.choice("endpoint", endpoint, ("last", "farthest"))
-        checks.count("chunk_size", chunk_size)
-        self.sampling: Sampling = sampling
-        self.trajectory, self.endpoint, self.chunk_size = trajectory, endpoint, chunk_size
-        super().__init__(model, likelihood, **common_arguments(locals()))
-        self._extent = 1.0
-        self._explored: Explored | None = None
-        self._trained: Latents | None = None
+        self.latent = latent if isinstance(latent, LatentModel) else LatentModel(**(latent or {}))
+        self.sampling: Sampling = checks.choice("sampling", sampling, ("latent", "exploration", "gaussian"))
+        self.trajectory = checks.choice("trajectory", trajectory, ("uniform", "length"))
+        self.endpoint = checks.choice("endpoint", endpoint, ("last", "farthest"))
+        self.chunk_size = checks.count("chunk_size", chunk_size)
+        super().__init__(model, likelihood, **common)
+
+    # -- the fit -------------------------------------------------------------------------------------------------------
 
     @override
-    def options(self) -> dict[str, Any]:
-        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}  # older checkpoints know none
-        return {
-            **asdict(self.walk),
-            **decay,
-            "latent": {**asdict(self.latent), "hidden": list(self.latent.hidden)},
-            "sampling": self.sampling,
-            "trajectory": self.trajectory,
-            "endpoint": self.endpoint,
-            "chunk_size": self.chunk_size,
-        }
-
-    @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        decay = self.weight_decay
-        own = self._prior_precision if decay is None else as_hyperparameter(decay)  # not what an earlier fit has set
-        self.require_vectors(_VECTORS + _EACH * self.walk.n_particles, f"{self.walk.n_particles} particles")
-        start = self._start(data, generator, _WHY, prior_precision=own, prior_mean=self._prior_mean)
-        precision = own if decay is None else as_hyperparameter(decay * start.n_data)
-        prior = precision
-        if precision.numel() > 1:
-            prior = GaussianPrior.create(precision, self._prior_mean, self._group_index()).vector()
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> Exploration:
+        require_restartable(data, "Particles are refined by many passes over the data.")
+        n_data, n_outputs, _ = survey(self, data)
+        seed, walk, vector = draw_seed(generator), self.walk, self.network.vector()
+        slopes = (loss_gradient(self.network, self.likelihood, batch, vector)[0] for batch in self.batches(data))
+        if not any(bool(slope.any()) for slope in slopes):
+            raise self.zero_curvature()
+        if self.weight_decay is not None:
+            self._prior_precision = as_hyperparameter(self.weight_decay * n_data)
+        prior = self._prior_precision
         landscape = LossLandscape(
             self.network,
             self.likelihood,
             data,
-            prior_precision=prior,
+            prior_precision=prior if prior.numel() == 1 else self.prior().vector(),
             prior_mean=self._prior_mean,
             temperature=self._temperature,
-            chunk_size=min(self.chunk_size, self.walk.n_particles),
+            chunk_size=min(self.chunk_size, walk.n_particles),
         )
-        parts = self.batches(data)
-        slopes = (loss_gradient(self.network, self.likelihood, part, landscape.vector) for part in parts)
-        if not any(bool(slope.any()) for slope, _ in slopes):
-            raise self.zero_curvature()
-        n, room = self.walk.n_particles, 4 * budget(self.network.device)
-        needed = n * self.walk.n_stored * landscape.vector.nbytes
-        if needed > room:
-            expected, got = f"n_particles · n_steps / store_every vectors in {in_words(room)}", in_words(needed)
-            fix = "Store fewer points with store_every=…, or select fewer parameters with parameters=…."
-            raise ConfigurationError("The trajectories do not fit into memory.", expected=expected, got=got, fix=fix)
-        directions, folder = draw_directions(n, landscape.vector, start.seed), start.checkpoint
-        explored = explore(landscape, directions, self.walk, seed=start.seed, checkpoint=folder, progress=progress)
-        trained = None
+        directions = draw_directions(walk.n_particles, vector, seed)
+        explored = explore(landscape, directions, walk, seed=seed, progress=progress)
+        latents = None
         if self.sampling == "latent":
-            spacing = self.walk.store_every / self.walk.n_steps
-            training = Training(explored.deviations, spacing, self.latent, start.seed ^ _OTHER)
-            trained = training.run(folder, progress=progress)
-        self._explored, self._trained, self._vector = explored, trained, landscape.vector
-        self.n_data, self.n_outputs = start.n_data, start.n_outputs
-        self._prior_precision, self._extent = precision, 1.0
-        self._warn_unless_converged(landscape, explored, None if trained is None else trained.report)
+            spacing = walk.store_every / walk.n_steps
+            latents = Training(explored.deviations, spacing, self.latent, seed ^ _OTHER).run(progress=progress)
+        self._warn_unless_converged(landscape, explored, None if latents is None else latents.report)
+        return Exploration(vector, n_data, n_outputs, *explored, latents)
 
     def _warn_unless_converged(self, landscape: LossLandscape, explored: Explored, latent: LatentReport | None) -> None:
         report = explored.report
@@ -258,46 +220,42 @@ class MetricBNN(ResumableFit):
                 ConvergenceWarning,
             )
 
-    def _walked(self) -> Explored:
-        self.require_fit()
-        assert self._explored is not None
-        return self._explored
+    # -- what it found -------------------------------------------------------------------------------------------------
 
-    def _latent(self) -> Latents:
+    def _latents(self) -> Latents:
         self.require_fit()
-        if self._trained is None:
+        if self.state.latents is None:
             what = "This posterior has no latent model."
             raise NotFittedError(what, expected='a fit with sampling="latent"', got=f"sampling={self.sampling!r}")
-        return self._trained
+        return self.state.latents
 
     @property
     def report(self) -> ExplorationReport:
         """How the exploration went."""
-        return self._walked().report
+        self.require_fit()
+        return self.state.report
 
     @property
     def latent_report(self) -> LatentReport:
         """How the autoencoder was trained."""
-        return self._latent().report
+        return self._latents().report
 
     @property
     def trajectories(self) -> Tensor:
         """The particles' stored points ``θ_{i,t}``, the trained weights first, ``[N, 1 + S, P]``."""
-        moved = self._walked().deviations
+        self.require_fit()
+        moved = self.state.deviations
         return self.mean + torch.cat([torch.zeros_like(moved[:, :1]), moved], dim=1)
 
     @full_precision
     def encode(self, vectors: Tensor) -> Tensor:
         """Latents φ(θ) of parameter vectors, ``[..., P] -> [..., k]``."""
-        return self._latent().encode(vectors - self.mean, self._points())
+        return self._latents().encode(vectors - self.mean, self.state.points)
 
     @full_precision
     def decode(self, latents: Tensor) -> Tensor:
         """Parameter vectors ψ(z) of latents, ``[..., k] -> [..., P]``."""
-        return self.mean + self._latent().decode(latents, self._points())
-
-    def _points(self) -> Tensor:
-        return self._walked().deviations.flatten(0, 1)
+        return self.mean + self._latents().decode(latents, self.state.points)
 
     @property
     def exploration(self) -> MetricBNN:
@@ -312,108 +270,56 @@ class MetricBNN(ResumableFit):
     def _seen_as(self, sampling: Sampling) -> MetricBNN:
         self.require_fit()
         other = copy.copy(self)
-        other.sampling, other._trained = sampling, None
+        other.sampling, other.options = sampling, {**self.options, "sampling": sampling}
+        other._set_state(replace(self.state, latents=None))
         return other
+
+    # -- the extent ----------------------------------------------------------------------------------------------------
 
     @property
     def extent(self) -> float:
-        """Fraction of each trajectory, from its start, that is sampled; in (0, 1]."""
-        return self._extent
+        """Fraction of each trajectory, from its start, that is sampled; in (0, 1], and 1 after a fit."""
+        self.require_fit()
+        return self.state.extent
 
     @extent.setter
     def extent(self, value: float) -> None:
-        if not 0 < float(value) <= 1:
-            raise ConfigurationError("extent is out of range.", expected="0 < extent <= 1", got=repr(value))
-        self._extent = float(value)
+        self.require_fit()
+        self._set_state(replace(self.state, extent=checks.number("extent", value, above=0.0, most=1.0)))
 
-    @full_precision
-    def fit_extent(
-        self,
-        data: Iterable[Any],
-        *,
-        grid: Sequence[float] = _EXTENTS,
-        tune_noise: bool = False,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Self:
-        """Choose :attr:`extent`, and the noise level if asked, by the log-probability of held-out targets.
+    def tunables(self) -> dict[str, Sequence[float]]:
+        """The extent takes the place of a prior precision."""
+        return {"extent": _EXTENTS}
+
+    def fit_extent(self, data: Iterable[Any], *, generator: torch.Generator | None = None, **options: Any) -> Self:
+        """Choose :attr:`extent` by the log-probability of held-out targets.
 
         The data of a fit say little about how far particles may go where the loss is flat; held-out data do.
 
         Args:
             data: Held-out batches.
-            grid: Parts to try; by default 1, 2^-½, …, 1/32.
-            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each extent: from half to
-                twice the present one, in steps of 2^¼.
-            n_samples: Sampled networks in each prediction.
             generator: Source of randomness; each extent sees the same random numbers.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An empty grid, parts out of range, or no noise to tune.
-            DataError: Data that can be run over only once.
+            **options: Of :class:`Validation`: ``grid``, by default 1, 2^-½, …, 1/32; ``tune_noise``, ``n_samples``.
         """
-        tuner = Validation(data, grid=tuple(grid), tune_noise=tune_noise, n_samples=n_samples)
-        return self.fit_prior_precision(tuner, generator=generator)
+        return self.fit_prior_precision(Validation(data, **options), generator=generator)
 
-    @override
-    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
-        """Choose :attr:`extent`, which takes the place of a prior precision; see :meth:`fit_extent`."""
-        assert isinstance(tuner, Validation) and tuner.data is not None
-        require_only(type(self).__name__, tuner, "data", "grid", "n_samples", "tune_noise")
-        require_restartable(tuner.data, "Each extent is tried on the data.")
-        noise, before = self.noise_std, self._extent
-        candidates = [self.likelihood]
-        if tunes_noise(self.likelihood, tuner.tune_noise) and noise is not None:
-            candidates = [self.likelihood.with_noise(noise * 2 ** (step / 4)) for step in range(-4, 5)]
-        values = list(_EXTENTS) if tuner.grid is None else [float(value) for value in tuner.grid]
-        seed = draw_seed(generator)
-        scores = []
-        try:
-            for value in values:
-                self.extent, source = value, torch.Generator().manual_seed(seed)
-
-                def predictions(x: Any, source: torch.Generator = source) -> list[Prediction]:
-                    self.check_samples(tuner.n_samples, x)
-                    outputs = torch.stack(list(self.sampled_outputs(x, tuner.n_samples, source)))
-                    return [from_samples(likelihood, outputs, generator=source) for likelihood in candidates]
-
-                scores.append(held_out_scores(self, tuner.data, predictions))
-        finally:
-            self._extent = before
-        table = torch.stack(scores).nan_to_num(nan=-torch.inf)  # [extents, candidates]
-        best = int(table.argmax())
-        return ExtentResult(
-            method="validation",
-            prior_precision=self._prior_precision,
-            noise_std=candidates[best % len(candidates)].noise_std if len(candidates) > 1 else None,
-            value=float(table.flatten()[best]),
-            converged=True,
-            n_evaluations=table.numel(),
-            extent=values[best // len(candidates)],
-        )
-
-    @override
-    def apply_tuning(self, result: TuningResult) -> None:
-        assert isinstance(result, ExtentResult)
-        super().apply_tuning(result)
-        self.extent = result.extent
+    # -- samples -------------------------------------------------------------------------------------------------------
 
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        self.check_draws(n=n)
+        checks.count("n", n)
         self.require_fit()
         device = None if generator is None else generator.device
         if self.sampling == "latent":
-            latents = self._latent()
+            latents = self._latents()
             which = latents.draw(n, self.trajectory, generator)
             uniform = torch.rand(n, generator=generator, device=device, dtype=torch.float64)
-            part_of = uniform.to(self.mean) * self._extent
+            part_of = uniform.to(self.mean) * self.extent
             ends = latents.farthest if self.endpoint == "farthest" else latents.ends
             return self.decode(latents.start + part_of[:, None] * (ends[which] - latents.start))
-        moved = self._walked().deviations
-        points = moved[:, : max(1, round(self._extent * moved.shape[1]))].flatten(0, 1)
+        moved = self.state.deviations
+        points = moved[:, : max(1, round(self.extent * moved.shape[1]))].flatten(0, 1)
         if self.sampling == "exploration":
             chosen = torch.randint(len(points), (n,), generator=generator, device=device)
             return self.mean + points[chosen.to(points.device)]
@@ -421,21 +327,3 @@ class MetricBNN(ResumableFit):
         weights = drawn / len(points) ** 0.5
         # Around the points' mean, which has the weight 1/m at each of them.
         return self.mean + (weights + (1 - weights.sum(1, keepdim=True)) / len(points)) @ points
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        explored = self._walked()
-        header: dict[str, Any] = {"report": asdict(explored.report), "extent": self._extent}
-        tensors = {"vector": self.mean, "deviations": explored.deviations}
-        if self._trained is not None:
-            latent_header, latent_tensors = self._trained.state()
-            header["latent"] = latent_header
-            tensors |= {f"latent.{name}": value for name, value in latent_tensors.items()}
-        return header, tensors
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self._vector, self._extent = tensors["vector"], float(header["extent"])
-        self._explored = Explored(tensors["deviations"], ExplorationReport(**header["report"]))
-        if "latent" in header:
-            self._trained = Latents.read(header["latent"], with_prefix(tensors, "latent."), self.latent)

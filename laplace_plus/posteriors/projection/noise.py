@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laplace_plus import checks, kernels
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.likelihoods.sampling import stage_generator
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
@@ -21,7 +22,6 @@ from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
-from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.state import State
 

@@ -1,32 +1,27 @@
-"""Samples along the loss surface, by geodesics or by diffusion, in groups that an interruption leaves intact."""
+"""Samples along the loss surface, by geodesics or by diffusion."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus._memory import budget, require_room
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
 from laplace_plus.geometry.geodesic import check_settings
-from laplace_plus.io.checkpoints import Checkpoint, Part, Stage
 from laplace_plus.linalg import draw_probes
+from laplace_plus.persistence import stored
 
-_GROUP = 32
-"""Geodesics that advance together, if memory allows; an interruption loses at most so many."""
-
-_VECTORS = 80
-"""Vectors of the parameters' length that one geodesic takes, as measured: positions and velocities in the stages of a
-step and their combinations, gradients, and, in double precision, velocities behind a crease."""
+_GROUP, _GROUP_BYTES, _VECTORS = 32, 2**30, 80
+"""Geodesics that advance together, at most, and in how much memory: each takes some 80 vectors of the parameters'
+length, as measured, for the stages of a step, their combinations and gradients."""
 
 
+@stored
 @dataclass(frozen=True)
 class ExponentialMap:
     """Options of sampling by the exponential map: geodesics along tangent samples.
@@ -39,8 +34,8 @@ class ExponentialMap:
         max_energy_change: Relative change of a geodesic's energy beyond which a step is repeated with a smaller one;
             where that does not help, the surface has a crease, and the velocity is refracted.
         linearized: Whether to take the network's tangent for the network, on the surface and in predictions.
-        minibatch: Number of examples, drawn at random for each sample, that its surface is of; their log-likelihood
-            counts for that of all. By default all data.
+        minibatch: Number of examples, drawn at random for each sample, that its surface is of, all if there are fewer;
+            their log-likelihood counts for that of all.
         training_prior_precision: Precision of the prior in the loss that the surface is of; by default the tangent's.
             Where that has been tuned away from the one under which the network was trained (weight decay times number
             of data, for a mean loss), the weights are no minimum of the loss, and geodesics slide down towards smaller
@@ -62,18 +57,17 @@ class ExponentialMap:
         check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_change)
         if self.minibatch is not None:
             checks.count("minibatch", self.minibatch)
-        given = self.training_prior_precision
-        if given is not None and not (0 <= given < math.inf):
-            raise ConfigurationError(
-                "Bad precision of training's prior.", expected="training_prior_precision >= 0", got=repr(given)
-            )
+        if self.training_prior_precision is not None:
+            checks.number("training_prior_precision", self.training_prior_precision, least=0.0)
 
 
+stored(Diffusion)
 Manifold = ExponentialMap | Diffusion
 
 METHODS: Mapping[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
 
 
+@stored
 @dataclass(frozen=True)
 class PathReport:
     """How the samples of a :class:`~laplace_plus.Riemannian` posterior were found, failed ones included.
@@ -103,18 +97,22 @@ class PathReport:
         """Number of samples that were left out."""
         return int((self.statuses != PathStatus.ARRIVED).sum())
 
-    @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> PathReport:
-        """From the entries that each sample has, among others, and those for all samples together."""
-        return cls(tensors["statuses"], tensors["n_evaluations"], tensors["energy_drift"], **numbers)
 
-
+@stored
 @dataclass(frozen=True)
 class Drawn:
-    """Samples ``[n, P]``, NaN for those that failed, and their report."""
+    """Samples ``[n, P]`` and their report."""
 
     points: Tensor
     report: PathReport
+
+
+class _Paths(NamedTuple):
+    points: Tensor
+    statuses: Tensor
+    n_evaluations: Tensor
+    energy_drift: Tensor
+    tail: float = 0.0
 
 
 def draw(
@@ -124,62 +122,41 @@ def draw(
     tangents: Callable[[int, torch.Generator], Tensor],
     n: int,
     seed: int,
-    checkpoint: Checkpoint,
     *,
     progress: bool,
 ) -> Drawn:
-    """Draw n samples, in stages of a checkpoint: the tail, and the points with the other entries of their report."""
-    geodesics = isinstance(method, ExponentialMap)
-
-    def first() -> Stage:
-        source = torch.Generator().manual_seed(seed)
-        seeds = {"seeds": torch.randint(2**62, (n,), generator=source)}
-        return {}, {**seeds, "velocities": tangents(n, source)} if geodesics else seeds
-
-    noise = checkpoint.stage("draws", first, start.device)[1]
-
-    def samples(some: Tensor) -> Stage:
-        seeds = noise["seeds"][some.to(noise["seeds"].device)].tolist()
-        if isinstance(method, ExponentialMap):
-            return _by_geodesics(method, landscape, start, noise["velocities"][some.to(start.device)], seeds)
-        return _by_diffusion(method, landscape, start, seeds[0])
-
-    room = budget(start.device) // 2
-    size = max(1, min(_GROUP, room // max(1, _VECTORS * start.nbytes))) if geodesics else 1
-    vectors = _VECTORS if isinstance(method, ExponentialMap) else method.n_steps + min(method.rank, len(start)) + 10
-    require_room(vectors * start.nbytes, f"one sample ({vectors} parameter vectors)", start.device, if_given=True)
-    parts = progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
-    groups = [
-        checkpoint.stage(f"samples-{number:05d}", partial(samples, some), start.device)
-        for number, some in enumerate(parts)
-    ]
-    tensors = Part({name: torch.cat([own[name] for _, own in groups]) for name in groups[0][1]})
-    tail = max(float(header["tail"]) for header, _ in groups)
-    return Drawn(tensors["points"], PathReport.read(tensors, {"tail": tail}))
+    """Draw n samples, NaN for those that failed."""
+    source = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**62, (n,), generator=source)
+    if isinstance(method, ExponentialMap):
+        velocities = tangents(n, source)
+        size = max(1, min(_GROUP, _GROUP_BYTES // max(1, _VECTORS * start.nbytes)))
+        parts = progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
+        found = [_by_geodesics(method, landscape, start, velocities[some], seeds[some].tolist()) for some in parts]
+    else:
+        numbers = progress_bar(seeds.tolist(), enabled=progress, description="Riemannian")
+        found = [_by_diffusion(method, landscape, start, number) for number in numbers]
+    points, *each = (torch.cat(column) for column in list(zip(*found, strict=True))[:-1])
+    return Drawn(points, PathReport(*each, tail=max(paths.tail for paths in found)))
 
 
 def _by_geodesics(
     method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
-) -> Stage:
+) -> _Paths:
     surface: LossLandscape | list[LossLandscape] = landscape
     if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
-        if method.minibatch > landscape.n_data:
-            what = "A minibatch is larger than the data."
-            raise ConfigurationError(what, expected=f"minibatch <= {landscape.n_data}", got=repr(method.minibatch))
         orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         surface = landscape.subsets([order[: method.minibatch] for order in orders])
     options = {name: getattr(method, name) for name in ("rtol", "atol", "max_evaluations", "max_energy_change")}
     found = exponential_map(surface, start, velocities, **options)
-    own = {name: getattr(found, name) for name in ("statuses", "n_evaluations", "energy_drift")}
-    return {"tail": 0.0}, {"points": found.endpoint, **own}
+    return _Paths(found.endpoint, found.statuses, found.n_evaluations, found.energy_drift)
 
 
-def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Stage:
+def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> _Paths:
     generator = torch.Generator().manual_seed(seed)
     size = method.n_steps, len(start)
     noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
     field = noise_field(landscape, method, generator=generator)
     found = diffuse(field, start, noise[None], scheme=method.scheme)
     steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))
-    own = {"statuses": found.statuses, "n_evaluations": steps, "energy_drift": start.new_zeros(1)}
-    return {"tail": field.tail}, {"points": found.endpoint, **own}
+    return _Paths(found.endpoint, found.statuses, steps, start.new_zeros(1), field.tail)

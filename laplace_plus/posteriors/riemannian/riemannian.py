@@ -8,10 +8,11 @@ Tatzel and Hauberg, "Reparameterization invariance in approximate Bayesian infer
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
+from os import PathLike
 from typing import Any, Self
 
 import torch
@@ -19,27 +20,23 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, UnsupportedError, warn
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, warn
 from laplace_plus.geometry import LossLandscape, PathStatus
 from laplace_plus.geometry.integration import failures
 from laplace_plus.geometry.loss import warn_of_kinks
-from laplace_plus.io.checkpoints import Checkpoint, identity
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import unwrap
-from laplace_plus.network.selection import Selection
-from laplace_plus.persistence import decode, encode
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.base import Posterior, full_precision
+from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
-from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
-from laplace_plus.posteriors.storing import own_options, with_prefix
-from laplace_plus.posteriors.training_data import require_restartable, require_same_data
+from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
 from laplace_plus.priors import GaussianPrior
 from laplace_plus.tuning import Tuner, TuningResult, fitted_data
 
@@ -47,6 +44,24 @@ WHY = "Samples along the loss surface come from many passes over the data."
 
 _DECREMENT_SAMPLES = 16
 """Tangent samples that estimate the decrement; their relative standard error is ``(2/16)^½ = 0.35``."""
+
+_SHARED = ("network", "model", "likelihood", "backend")
+_SHARED += ("_prior_precision", "_prior_mean", "_temperature", "_prior_groups")
+
+
+@stored
+@dataclass(frozen=True)
+class RiemannianState(State):
+    """The tangent's state, the seed of samples, a number by which the data are recognised, and the samples, if any.
+
+    ``drawn_at`` are the prior's precision and mean, the temperature and the noise of the samples.
+    """
+
+    tangent: State
+    seed: int
+    data_sum: float
+    drawn: Drawn | None = None
+    drawn_at: tuple[Tensor | None, ...] = ()
 
 
 def _of_tangent(name: str) -> property:
@@ -83,14 +98,13 @@ class Riemannian(Posterior):
 
     Args:
         model, likelihood: As for :class:`Posterior`.
-        tangent: Class or name of a Gaussian posterior, or a fitted one, which is then taken as it is.
+        tangent: Class or name of a Gaussian posterior, or a fitted one, of which a copy is then taken as it is.
         tangent_options: Keyword arguments of the class.
         method: ``"exponential"``, ``"diffusion"``, or :class:`ExponentialMap`/:class:`~laplace_plus.Diffusion` with
             options.
         n_samples: Number of samples to draw.
         chunk_size: Number of parameter vectors that are pushed through the network at a time.
-        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`; but
-            for the last not with a fitted tangent, which has its own.
+        **common: As for :class:`Posterior`; not with a fitted tangent, which has its own.
 
     Raises:
         ConfigurationError: A tangent that is none, an unknown method, besides what :class:`Posterior` raises.
@@ -106,7 +120,6 @@ class Riemannian(Posterior):
 
     default_method = "sampled"
     tangent: Posterior
-    data_sum: float | None = None
 
     def __init__(
         self,
@@ -118,58 +131,40 @@ class Riemannian(Posterior):
         method: Any = "exponential",
         n_samples: int = 50,
         chunk_size: int = CHUNK_SIZE,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
-        options = common_arguments(locals())
-        checks.count("n_samples", n_samples)
-        checks.count("chunk_size", chunk_size)
-        self.method, self.n_samples, self.chunk_size = resolve_option("method", method, METHODS), n_samples, chunk_size
-        cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
-        kind = cls if isinstance(cls, type) else type(cls)
+        self.n_samples = checks.count("n_samples", n_samples)
+        self.chunk_size = checks.count("chunk_size", chunk_size)
+        self.method = resolve_option("method", method, METHODS)
+        known = get_posterior(tangent) if isinstance(tangent, str) else tangent
+        kind = known if isinstance(known, type) else type(known)
         if not issubclass(kind, Posterior) or kind.default_method == "sampled":  # from no Gaussian
             expected = "a class such as lp.Full, its name, or a fitted posterior of this network"
-            raise ConfigurationError("The tangent is a Gaussian posterior.", expected=expected, got=repr(cls))
-        self._given = isinstance(cls, Posterior)
-        if isinstance(cls, Posterior):
-            defaults = signature(Posterior).parameters
-            changed = {n for n, own in options.items() if isinstance(own, Tensor) or own != defaults[n].default}
-            _check_given(cls, model, likelihood, {*(tangent_options or {}), *changed} - {"memory_budget"})
-            self.tangent, likelihood = cls, cls.likelihood
+            raise ConfigurationError("The tangent is a Gaussian posterior.", expected=expected, got=repr(tangent))
+        self._given = isinstance(known, Posterior)
+        if isinstance(known, Posterior):
+            _check_given(known, model, likelihood, {**(tangent_options or {}), **common})
+            self.tangent, likelihood = copy.copy(known), known.likelihood
         else:
-            self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
-        super().__init__(model, likelihood, **options)
-        self.check_draws(n_samples=n_samples)
-        self._drawn: Drawn | None = None
-        self._drawn_at: dict[str, str] = {}
-        self._seed = 0
-        self._share()
-
-    @override
-    def options(self) -> dict[str, Any]:
-        return {
-            "tangent": name_of(type(self.tangent)),
-            "tangent_options": own_options(self.tangent),
-            "method": option_config(self.method, METHODS),
-            "n_samples": self.n_samples,
-            "chunk_size": self.chunk_size,
+            self.tangent = known(model, likelihood, **common, **(tangent_options or {}))
+        super().__init__(model, likelihood, **{**common, "temperature": self.tangent.temperature})
+        self.options |= {
+            "tangent": name_of(kind),
+            "tangent_options": self.tangent.options,
+            "method": self.method,
         }
+        self._share()
 
     # -- the tangent ---------------------------------------------------------------------------------------------------
 
     def _share(self) -> None:
         """Take over the tangent's network and hyperparameters, which may have been set or tuned there."""
-        self.backend = self.tangent.backend
-        self.share_hyperparameters(self.tangent)
+        vars(self).update({name: getattr(self.tangent, name) for name in _SHARED})
 
     @override
-    def require_fit(self, *, thorough: bool = False) -> None:
+    def require_fit(self) -> None:
         self._share()
-        super().require_fit(thorough=thorough)
+        super().require_fit()
 
     @override
     def prior(self) -> GaussianPrior:
@@ -184,12 +179,7 @@ class Riemannian(Posterior):
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """The tangent's evidence, in nats; see its own method."""
         self.require_fit()
-        if not hasattr(self.tangent, "log_marginal_likelihood"):
-            what = f"{type(self.tangent).__name__}, the tangent, has no log_marginal_likelihood."
-            expected = "a Gaussian posterior such as lp.Full or lp.KFAC"
-            raise UnsupportedError(what, expected=expected, got=type(self.tangent).__name__)
-        value: Tensor = self.tangent.log_marginal_likelihood(*args, **kwargs)
-        return value
+        return self.tangent.log_marginal_likelihood(*args, **kwargs)  # type: ignore[attr-defined]
 
     @property
     def tuners(self) -> Mapping[str, type[Tuner]]:  # type: ignore[override]
@@ -211,25 +201,33 @@ class Riemannian(Posterior):
     # -- fitting and drawing -------------------------------------------------------------------------------------------
 
     @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> RiemannianState:
         require_restartable(data, WHY)
-        tangent = self.tangent
+        tangent = self.tangent  # of a copy of the posterior
         if not self._linearized:
             advice = "Prefer smooth activations such as tanh or GELU, or lp.ExponentialMap(linearized=True)."
             warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
-        n_data, _, sums = survey(self, data)
-        data_sum = float(sums[0])
+        n_data, _, data_sum = survey(self, data)
         if self._given:
-            known = getattr(tangent, "data_sum", None)
+            known = getattr(tangent.state, "data_sum", None)
             require_same_data("the tangent's fit", (tangent.n_data, known), (n_data, data_sum))
             if isinstance(tangent, GaussianPosterior):
                 fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
             tangent.fit(data, progress=progress, generator=generator)
         self._share()
-        self._vector, self._drawn, self.data_sum = tangent.mean, None, data_sum
-        self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs
-        self._seed = draw_seed(generator)
+        own = tangent.mean, tangent.n_data, tangent.n_outputs
+        return RiemannianState(*own, tangent.state, draw_seed(generator), data_sum)
+
+    @override
+    def _set_state(self, state: RiemannianState) -> None:
+        if not self.tangent.is_fitted:  # loaded
+            self.tangent._prior_groups, self.tangent._prior_precision = self._prior_groups, self._prior_precision
+            self.tangent._set_state(state.tangent)
+            self._share()
+        super()._set_state(state)
 
     @property
     def _linearized(self) -> bool:
@@ -243,7 +241,6 @@ class Riemannian(Posterior):
         data: Iterable[Any] | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
-        checkpoint: str | os.PathLike[str] | None = None,
     ) -> Self:
         """Draw samples at the present hyperparameters, in place of those that were there.
 
@@ -252,13 +249,10 @@ class Riemannian(Posterior):
             data: The training data; by default those of :meth:`fit`.
             generator: Source of randomness; by default the seed that :meth:`fit` drew.
             progress: Whether to show a progress bar.
-            checkpoint: A folder to which finished samples are written, a few at a time. A call that finds it there
-                continues from it, to the same samples.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
             DataError: The data are not known any more, or not those of the fit.
-            CheckpointError: The checkpoint is of another network, other data or settings.
             SamplingError: Every sample failed.
             UnsupportedError: A loss that cannot be differentiated twice.
 
@@ -266,8 +260,7 @@ class Riemannian(Posterior):
             ConvergenceWarning: Some samples failed, and are left out.
         """
         self.require_fit()
-        count = self.n_samples if n is None else n
-        self.check_draws(n=count)
+        count = self.n_samples if n is None else checks.count("n", n)
         precision = self.prior().vector()
         if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
             precision = torch.full_like(precision, self.method.training_prior_precision)
@@ -282,15 +275,13 @@ class Riemannian(Posterior):
             chunk_size=self.chunk_size,
         )
         now = landscape.n_data, landscape.checksum
-        require_same_data("the tangent's fit", (self.tangent.n_data, self.data_sum), now)
-        seed = self._seed if generator is None else draw_seed(generator)
-        own = {**identity(self, now[0]), "data": f"{now[1]:.6e}", "number of samples": count} if checkpoint else {}
+        require_same_data("the tangent's fit", (self.n_data, self.state.data_sum), now)
+        seed = self.state.seed if generator is None else draw_seed(generator)
 
         def tangents(n: int, source: torch.Generator) -> Tensor:
             return self.tangent.sample(n, generator=source) - self.tangent.mean
 
-        folder = Checkpoint(checkpoint, own)
-        drawn = draw(self.method, landscape, self.mean, tangents, count, seed, folder, progress=progress)
+        drawn = draw(self.method, landscape, self.mean, tangents, count, seed, progress=progress)
         gradient = landscape.gradient(self.mean[None])[0]
         slopes = tangents(_DECREMENT_SAMPLES, torch.Generator().manual_seed(seed)) @ gradient
         decrement = float(slopes.square().mean()) / 2
@@ -306,17 +297,21 @@ class Riemannian(Posterior):
                     "No sample could be drawn.", expected=f"{count} paths that arrive", got=said, fix=fix
                 )
             warn(f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}", ConvergenceWarning)
-        self._drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
-        self._drawn_at = self.hyperparameter_digests()
+        drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
+        self._set_state(replace(self.state, drawn=drawn, drawn_at=self._hyperparameters()))
         return self
+
+    def _hyperparameters(self) -> tuple[Tensor | None, ...]:
+        own = self._prior_precision, self._prior_mean, self._temperature, self.noise_std
+        return tuple(None if one is None else one.detach().clone() for one in own)
 
     def _bank(self) -> Drawn:
         """The samples at the present hyperparameters, drawn if there are none."""
         self.require_fit()
-        if self._drawn is None or self._drawn_at != self.hyperparameter_digests():
-            self.draw(None if self._drawn is None else len(self._drawn.report.statuses))
-        assert self._drawn is not None
-        return self._drawn
+        drawn, now = self.state.drawn, self._hyperparameters()
+        if drawn is None or not all(map(_same, self.state.drawn_at, now)):
+            self.draw(None if drawn is None else len(drawn.report.statuses))
+        return self.state.drawn
 
     @property
     @full_precision
@@ -332,6 +327,13 @@ class Riemannian(Posterior):
 
     @override
     @full_precision
+    def save(self, path: str | PathLike[str]) -> None:
+        """As of :class:`Posterior`, with samples, which are drawn if need be."""
+        self._bank()
+        super().save(path)
+
+    @override
+    @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Parameter vectors ``[n, P]``: stored samples in random order, each as often as the others or once more.
 
@@ -343,7 +345,7 @@ class Riemannian(Posterior):
             NotFittedError: Before :meth:`fit`.
             SamplingError: Every sample failed.
         """
-        self.check_draws(n=n)
+        checks.count("n", n)
         points = self._bank().points
         return points[self._order(len(points), n, generator).to(points.device)]
 
@@ -367,48 +369,20 @@ class Riemannian(Posterior):
             else:
                 yield from self.network.several(x, points[some])
 
-    # -- storage -------------------------------------------------------------------------------------------------------
 
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        drawn = self._bank()
-        if callable(self.tangent.state):
-            header, tensors = self.tangent.state()
-        else:
-            tensors = {}
-            header = encode(self.tangent.state, tensors, "state")
-        report = vars(drawn.report)
-        fields = {name: value for name, value in report.items() if isinstance(value, Tensor)}
-        numbers = {name: value for name, value in report.items() if name not in fields}
-        state = {"tangent": header, "report": numbers, "seed": str(self._seed), "data_sum": self.data_sum}
-        own = {"samples": drawn.points, "vector": self.mean, **fields}
-        return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        inner = with_prefix(tensors, "tangent.")
-        if callable(self.tangent.state):
-            self.tangent.n_data, self.tangent.n_outputs = self.n_data, self.n_outputs
-            self.tangent.restore(header["tangent"], inner)
-            self.tangent.remember_weights()
-        else:
-            self.tangent._set_state(decode(header["tangent"], inner))
-        self._share()
-        self._vector, self._seed = tensors["vector"], int(header["seed"])
-        self.data_sum = header.get("data_sum")  # not in older files
-        self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
-        self._drawn_at = self.hyperparameter_digests()
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    return left is right or (left is not None and right is not None and torch.equal(left, right.to(left)))
 
 
-def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: set[str]) -> None:
+def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: Mapping[str, Any]) -> None:
     """Raise :class:`ConfigurationError` unless a fitted posterior can serve as the tangent, without ``options``."""
-    if not tangent.is_fitted or tangent.network.model is not unwrap(model):
-        what, got = "The tangent has not been fitted to this network.", repr(tangent)
-        raise ConfigurationError(what, expected="a posterior of the same model, after fit(), or a class", got=got)
-    own = resolve_likelihood(likelihood)
-    if type(own) is not type(tangent.likelihood):
-        expected = repr(tangent.likelihood)
-        raise ConfigurationError("The tangent is of another likelihood.", expected=expected, got=repr(own))
-    if options:
+    same = tangent.is_fitted and tangent.network.model is unwrap(model)
+    if not same or type(resolve_likelihood(likelihood)) is not type(tangent.likelihood):
+        what = "The tangent has not been fitted to this network with this likelihood."
+        expected = "a posterior of the same model and likelihood, after fit(), or a class"
+        raise ConfigurationError(what, expected=expected, got=repr(tangent))
+    defaults = signature(Posterior).parameters
+    changed = [n for n, own in options.items() if n not in defaults or own is not defaults[n].default]
+    if changed:
         what, fix = "A fitted tangent has its own settings.", "Set them on the tangent, or pass its class."
-        raise ConfigurationError(what, expected="no options besides it", got=", ".join(sorted(options)), fix=fix)
+        raise ConfigurationError(what, expected="no options besides it", got=", ".join(changed), fix=fix)

@@ -8,17 +8,19 @@ entries of largest variance (Daxberger et al., 2021, *Bayesian deep learning via
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
+from laplace_plus import checks
+from laplace_plus.errors import SelectionError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.selection import Selection, refine, select
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.sgd_path import DiagonalSWAG
@@ -71,17 +73,13 @@ class Selector(ABC):
     def choose(self, task: Task) -> Choice:
         """The mask of the chosen entries; SelectionError: there are not so many candidates, or none would be chosen."""
 
-    def config(self) -> dict[str, Any]:
-        """A JSON-able description that :func:`selector_from_config` reads."""
-        # Named entries are no options: a loaded posterior knows its own.
-        return {"name": type(self).__name__, **(asdict(self) if is_dataclass(self) else {})}
-
 
 def _check_size(size: float) -> None:
-    fraction = isinstance(size, float)
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0 or (fraction and size > 1):
-        expected = "a number of entries (int), or a fraction of them between 0 and 1 (float)"
-        raise ConfigurationError("Bad size of a subnetwork.", expected=expected, got=repr(size))
+    """Raise unless a size is a number of entries (int), or a fraction of them between 0 and 1 (float)."""
+    if isinstance(size, float):
+        checks.number("size", size, above=0.0, most=1.0)
+    else:
+        checks.count("size", size)
 
 
 def _count(size: float, total: int) -> int:
@@ -96,16 +94,13 @@ def _count(size: float, total: int) -> int:
 def _largest(scores: Tensor, size: float) -> Tensor:
     """The mask of the entries with the largest scores; the first ones where scores are equal."""
     count = _count(size, len(scores))
-    if not (bool(torch.isfinite(scores.sum())) or bool(torch.isfinite(scores).all())):
-        expected = "finite magnitudes or variances"
-        raise NonFiniteError("The entries cannot be ordered.", expected=expected, got="NaN or Inf")
-    best = scores[:0]
-    for part in scores.split(max(count, 2**20)):  # sorting all of them would take five times their memory
-        best = torch.cat([best, part]).topk(min(count, len(best) + len(part))).values
-    mask = scores > best[-1]
-    return mask.index_fill_(0, (scores == best[-1]).nonzero()[: count - int(mask.sum()), 0], True)
+    checks.finite("What entries are ordered by", scores)
+    least = scores.topk(count).values[-1]
+    mask = scores > least
+    return mask.index_fill_(0, (scores == least).nonzero()[: count - int(mask.sum()), 0], True)
 
 
+@stored
 @dataclass(frozen=True)
 class LargestVariance(Selector):
     """The entries of largest marginal variance.
@@ -128,12 +123,8 @@ class LargestVariance(Selector):
 
     def __post_init__(self) -> None:
         _check_size(self.size)
-        if isinstance(self.variances, Mapping):  # as a configuration has it
-            object.__setattr__(self, "variances", DiagonalSWAG(**self.variances))
-        if self.variances != "laplace" and not isinstance(self.variances, DiagonalSWAG):
-            raise ConfigurationError(
-                "Unknown source of variances.", expected='"laplace" or lp.DiagonalSWAG(...)', got=repr(self.variances)
-            )
+        if not isinstance(self.variances, DiagonalSWAG):
+            checks.choice("source of variances", self.variances, ("laplace",))
 
     @property
     @override
@@ -163,6 +154,7 @@ class LargestVariance(Selector):
         return Choice(_largest(variances, self.size), variances)
 
 
+@stored
 @dataclass(frozen=True)
 class LargestMagnitude(Selector):
     """The entries of largest absolute value; ``size`` as for :class:`LargestVariance`."""
@@ -178,6 +170,7 @@ class LargestMagnitude(Selector):
         return Choice(_largest(task.candidates.network.vector().abs(), self.size))
 
 
+@stored
 @dataclass(frozen=True)
 class Random(Selector):
     """Entries at random, without replacement; ``size`` as for :class:`LargestVariance`.
@@ -203,17 +196,13 @@ class Random(Selector):
         return Choice(torch.zeros(total, dtype=torch.bool).index_fill_(0, chosen, True))
 
 
+@stored
+@dataclass(frozen=True)
 class Chosen(Selector):
     """Entries that the caller names, as for ``parameters=``; those that are not among the candidates are left out."""
 
+    selection: Selection = "all"
     needs_prior = False
-
-    def __init__(self, selection: Selection = "all"):
-        self.selection = selection
-
-    def __repr__(self) -> str:
-        text = self.selection if isinstance(self.selection, str) else type(self.selection).__name__
-        return f"Chosen({text!r})"
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -229,13 +218,6 @@ class Chosen(Selector):
         return Choice(mask)
 
 
-_SELECTORS: dict[str, type[Selector]] = {
-    cls.__name__: cls for cls in (LargestVariance, LargestMagnitude, Random, Chosen)
-}
-
-
-def selector_from_config(config: Mapping[str, Any]) -> Selector:
-    """Rebuild a selector from its :meth:`Selector.config`; an unknown one is replaced by the entries that it chose."""
-    options = dict(config)
-    cls = _SELECTORS.get(options.pop("name"))
-    return Chosen() if cls is None else cls(**options)
+def storable(selector: Selector) -> Selector:
+    """The selector where it can be stored, or else the entries that it chose, which a loaded posterior knows."""
+    return selector if isinstance(selector, LargestVariance | LargestMagnitude | Random) else Chosen()

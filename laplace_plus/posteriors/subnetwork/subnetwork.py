@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network.capture import capture_batch
 from laplace_plus.network.selection import Selection, refine
-from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.state import GaussianState
-from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, selector_from_config
+from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, storable
 from laplace_plus.posteriors.training_data import require_restartable
 
 
@@ -45,11 +43,8 @@ class Subnetwork(GaussianPosterior):
             name of one. ``lp.KFAC`` keeps Kronecker products for layers that were chosen whole, and an exact dense or
             diagonal block for the chosen entries of the others.
         posterior_options: That class's own keyword arguments.
-        parameters: The candidates.
-        prior_precision: One number; once the entries are chosen, it may be set or tuned layer by layer or entry by
-            entry.
-        prior_mean: One number.
-        temperature, backend, memory_budget: As for :class:`Posterior`.
+        **common: As for :class:`Posterior`: ``parameters`` are the candidates, ``prior_mean`` is one number, and so is
+            ``prior_precision`` until the entries are chosen.
 
     Raises:
         ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries.
@@ -68,51 +63,33 @@ class Subnetwork(GaussianPosterior):
         self,
         model: nn.Module,
         likelihood: Any,
-        selector: Selector | Selection | None = None,
+        selector: Selector | Selection,
         posterior: type[GaussianPosterior] | str = "Full",
         *,
         posterior_options: dict[str, Any] | None = None,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
-        loading = isinstance(selector, dict) and "name" in selector  # then the entries are known already
-        if isinstance(selector, dict) and loading:
-            selector = selector_from_config(selector)
-        if selector is None:
-            expected = "a selector such as lp.LargestVariance(1000), or names or a mask of entries"
-            raise ConfigurationError("A subnetwork needs to be chosen.", expected=expected, got="none")
+        if isinstance(selector, dict) and isinstance(selector.get("name"), str):  # as version 0.2.0 saved it
+            selector = Chosen()
         self.selector = selector if isinstance(selector, Selector) else Chosen(selector)
         cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
         if not (isinstance(cls, type) and issubclass(cls, GaussianPosterior)) or issubclass(cls, Subnetwork):
-            raise ConfigurationError(
-                "A subnetwork has a Gaussian posterior.", expected="lp.Full, lp.KFAC or lp.Diagonal", got=repr(cls)
-            )
+            what, expected = "A subnetwork has a Gaussian posterior.", "lp.Full, lp.KFAC or lp.Diagonal"
+            raise ConfigurationError(what, expected=expected, got=repr(cls))
         self.inner_class, self.inner_options = cls, dict(posterior_options or {})
-        super().__init__(model, likelihood, **common_arguments(locals()))
-        if not loading and (self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1):
-            raise ConfigurationError(
-                "A prior with many numbers needs a subnetwork that is already chosen.",
-                expected="one number for prior_precision and for prior_mean",
-                got=f"{self._prior_precision.numel()} and {self._prior_mean.numel()} of them",
-                fix="Set posterior.prior_precision after fit(), or tune it with structure='layerwise'.",
-            )
+        super().__init__(model, likelihood, **common)
+        if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
+            what, expected = "A subnetwork is chosen under a prior of one number.", "one prior_precision and prior_mean"
+            got = f"{self._prior_precision.numel()} and {self._prior_mean.numel()} numbers"
+            fix = "Set posterior.prior_precision after fit(), or tune it with structure='layerwise'."
+            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
         self._model = model
         self._candidates = self.network
         self._inner = self._over(self.network.selection)
         self.structure = self._inner.structure
         self._choice: Choice | None = None
-
-    @override
-    def options(self) -> dict[str, Any]:
-        return {
-            "selector": self.selector.config(),
-            "posterior": name_of(self.inner_class),
-            "posterior_options": self._inner.options,
-        }
+        self.options = {"posterior": name_of(cls), "posterior_options": self._inner.options}
+        self.options["selector"] = storable(self.selector)
 
     def squared_wasserstein(self, variances: Tensor | None = None) -> Tensor:
         """The squared 2-Wasserstein distance to the posterior over all candidates, lost by fixing the other entries.
@@ -130,7 +107,6 @@ class Subnetwork(GaussianPosterior):
         Raises:
             NotFittedError: Before :meth:`fit`.
             UnsupportedError: The selector looked at no variances, or the choice was made before saving.
-            ConfigurationError: Not one variance for each candidate.
         """
         self.require_fit()
         choice = self._choice
@@ -140,9 +116,6 @@ class Subnetwork(GaussianPosterior):
             raise UnsupportedError(what, expected=expected, got=f"none, from {self.selector!r}")
         known = choice.variances if variances is None else variances
         assert known is not None
-        if known.shape != choice.mask.shape:
-            what = "The variances are not those of the candidates."
-            raise ConfigurationError(what, expected=f"{len(choice.mask)} of them", got=f"shape {tuple(known.shape)}")
         return known[~choice.mask.to(known.device)].sum()
 
     @override
@@ -163,6 +136,7 @@ class Subnetwork(GaussianPosterior):
             inner._set_state(before)
         else:
             self._choice = self._choose(data, **options)
+            self.options = {**self.options, "selector": storable(self.selector)}
             inner = self._over(refine(self._candidates.selected, self._choice.mask))
             if self._is_layerwise():
                 precision = self._precision_of(inner.layer_names)
@@ -180,9 +154,7 @@ class Subnetwork(GaussianPosterior):
         if self.selector.needs_data or last_layer:
             require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
         if last_layer:
-            for batch in self.batches(data, progress=False, description=""):
-                capture_batch(candidates.network, batch)  # execution order tells which layer is the last one
-                break
+            capture_batch(candidates.network, next(self.batches(data)))  # execution order tells the last layer
         if self._prior_precision.numel() > 1 and self.selector.needs_prior:
             candidates.prior_precision = self._precision_of(candidates.layer_names)
         choice = self.selector.choose(Task(candidates, data, progress, generator, reduce))
@@ -197,14 +169,12 @@ class Subnetwork(GaussianPosterior):
     def _precision_of(self, layers: tuple[str, ...]) -> Tensor:
         """The present layer-wise prior precision for entries of other layers, or of the same in another order."""
         known = {name: number for number, name in enumerate(self.layer_names if self._is_layerwise() else ())}
-        unknown = [name for name in layers if name not in known]
-        if unknown:
-            raise ConfigurationError(
-                "The prior precision does not cover all entries that are, or may be, chosen.",
-                expected=f"one number, or one for each of the layers {', '.join(layers)}",
-                got=f"{self._prior_precision.numel()} numbers, none of them for {', '.join(unknown)}",
-                fix="Set posterior.prior_precision to one number before fitting again.",
-            )
+        if unknown := [name for name in layers if name not in known]:
+            what = "The prior precision does not cover all entries that are, or may be, chosen."
+            expected = f"one number, or one for each of the layers {', '.join(layers)}"
+            got = f"{self._prior_precision.numel()} numbers, none of them for {', '.join(unknown)}"
+            fix = "Set posterior.prior_precision to one number before fitting again."
+            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
         return self._prior_precision[[known[name] for name in layers]]
 
     def _over(self, parameters: Selection) -> GaussianPosterior:

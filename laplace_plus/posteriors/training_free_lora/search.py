@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laplace_plus.errors import ConvergenceWarning, warn
+from laplace_plus.persistence import stored
 
 _START, _MOST = 0.015, 40
 """The first scale that is tried (the authors' largest one), and how often it is doubled or halved before giving up."""
@@ -14,6 +15,7 @@ _START, _MOST = 0.015, 40
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
+@stored
 @dataclass(frozen=True)
 class ScaleSearch:
     """How the scale was found.

@@ -10,8 +10,8 @@ predictions of sampled networks are, on some anchors, almost as good as the netw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,23 +19,29 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus._memory import is_given
-from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
-from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network.adapters import adapter_pairs
-from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
-from laplace_plus.posteriors.predicting import Method
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.base import Posterior, full_precision
+from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""
+
+
+@stored
+@dataclass(frozen=True)
+class AdapterNoise(State):
+    """σ, how it was found, and ``V diag(1/d) [r, q]`` of each selected A."""
+
+    noise_scale: float
+    maps: tuple[Tensor, ...]
+    report: ScaleSearch
 
 
 class TrainingFreeLoRA(Posterior):
@@ -63,12 +69,7 @@ class TrainingFreeLoRA(Posterior):
         halvings: Of the interval in which the scale lies; its relative error is ``2**-halvings``.
         parameters: ``"lora"``, or names of some of the adapters' A.
         prior_precision, prior_mean: As for :class:`Posterior`; for ``"elbo"`` the precision is one number.
-        temperature, backend: As for :class:`Posterior`; without effect.
-        memory_budget: As for :class:`Posterior`; with ``per_token`` a given one changes the random numbers.
-
-    Attributes:
-        noise_scale: The scale σ; 0 where none was accepted.
-        report: A :class:`ScaleSearch`.
+        **common: As for :class:`Posterior`; the temperature and the backend are without effect.
 
     Raises:
         SelectionError: No active adapter, one that is merged or disabled, or one whose B is zero.
@@ -80,7 +81,7 @@ class TrainingFreeLoRA(Posterior):
         ConvergenceWarning: No scale was accepted, or none rejected; or none has a smaller NLL than the network.
     """
 
-    default_method: Method = "sampled"
+    default_method = "sampled"
 
     def __init__(
         self,
@@ -94,13 +95,9 @@ class TrainingFreeLoRA(Posterior):
         n_samples: int = 10,
         halvings: int = 10,
         parameters: Selection = "lora",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
-        checks.choice("score", score, ("nll", "accuracy", "elbo"))
+        self.score = checks.choice("score", score, ("nll", "accuracy", "elbo"))
         if tolerance is not None:
             checks.positive("tolerance", tolerance)
         elif score == "accuracy" or (score == "nll" and not labels):
@@ -108,48 +105,54 @@ class TrainingFreeLoRA(Posterior):
             what = what if score == "nll" else "Errors are counted: many scales have the fewest."
             expected = 'score="nll" and labels=True, on anchors that were held out'
             raise ConfigurationError(what, expected=expected, got=got, fix="Set a tolerance.")
-        checks.count("n_samples", n_samples)
-        checks.count("halvings", halvings)
+        self.one_precision = score == "elbo"  # type: ignore[misc]
+        self.n_samples, self.halvings = checks.count("n_samples", n_samples), checks.count("halvings", halvings)
+        self.tolerance, self.labels, self.per_token = tolerance, bool(labels), bool(per_token)
         pairs = adapter_pairs(model) if isinstance(model, nn.Module) else {}  # what is no model is refused below
-        common = {name: value for name, value in common_arguments(locals()).items() if name != "pairs"}
-        super().__init__(
-            model, likelihood, **{**common, "parameters": list(pairs) if parameters == "lora" else parameters}
-        )
+        super().__init__(model, likelihood, parameters=list(pairs) if parameters == "lora" else parameters, **common)
         for item in self.network.selected:
             if item.name not in pairs or item.mask is not None:
                 expected, got = ", ".join([*pairs][:3]) + ", …", item.name
                 raise SelectionError("Only whole matrices A of active adapters get noise.", expected=expected, got=got)
-        self.tolerance, self.score, self.labels = tolerance, score, bool(labels)
-        self.n_samples, self.halvings, self.per_token = n_samples, halvings, bool(per_token)
 
     @override
-    def options(self) -> dict[str, Any]:
-        names = ("tolerance", "score", "labels", "per_token", "n_samples", "halvings")
-        return {name: getattr(self, name) for name in names}
-
-    @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        if self.score == "elbo" and self.prior_precision.numel() > 1:
-            what, got = "The bound is known for one prior precision.", f"{self.prior_precision.numel()} of them"
-            raise ConfigurationError(what, expected="a number", got=got)
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> AdapterNoise:
         require_restartable(data, "The search for the scale passes over the anchors again and again.")
-        self.check_draws(n_samples=self.n_samples)
+        n_data, n_outputs, _ = survey(self, data)
         maps, seed = self._maps(), draw_seed(generator)
         draws = self._draws(maps, self.n_samples, torch.Generator().manual_seed(seed))
-        network, n_data, n_outputs = self._score(data, 0.0, [], [], seed, progress)
+        network = self._score(data, 0.0, (), [], seed, progress)
 
         def score(scale: float) -> float:  # all scales see the same noise
-            return self._score(data, scale, maps, draws, seed, progress)[0]
+            return self._score(data, scale, maps, draws, seed, progress)
 
         if self.score == "elbo" or self.tolerance is None:
-            self.noise_scale, steps = least(score, self.halvings, math.inf if self.score == "elbo" else network)
+            scale, steps = least(score, self.halvings, math.inf if self.score == "elbo" else network)
         else:
             bound = network + self.tolerance * (abs(network) if self.score == "nll" else 1)
-            self.noise_scale, steps = largest(score, bound, self.halvings)
-        self.maps, self.report = maps, ScaleSearch(network, tuple(steps))
-        self.n_data, self.n_outputs = n_data, n_outputs
+            scale, steps = largest(score, bound, self.halvings)
+        return AdapterNoise(self.network.vector(), n_data, n_outputs, scale, maps, ScaleSearch(network, tuple(steps)))
 
-    def _maps(self) -> list[Tensor]:
+    @property
+    def noise_scale(self) -> float:
+        """The scale σ; 0 where none was accepted."""
+        self.require_fit()
+        return self.state.noise_scale
+
+    @noise_scale.setter
+    def noise_scale(self, value: float) -> None:
+        self.require_fit()
+        self._set_state(replace(self.state, noise_scale=checks.number("noise_scale", value, least=0.0)))
+
+    @property
+    def report(self) -> ScaleSearch:
+        """How the scale was found."""
+        self.require_fit()
+        return self.state.report
+
+    def _maps(self) -> tuple[Tensor, ...]:
         """``V diag(1/d) [r, q]`` of each selected A, in at least float32."""
         parameters, pairs, maps = dict(self.network.model.named_parameters()), adapter_pairs(self.network.model), []
         for name in self.parameter_names:
@@ -160,9 +163,9 @@ class TrainingFreeLoRA(Posterior):
                 raise SelectionError("The adapter does nothing.", expected="a trained adapter", got=got, fix=fix)
             alive = values > _DEAD * values[0]
             maps.append(rotation.mT * torch.where(alive, values, 1.0).reciprocal() * alive)
-        return maps
+        return tuple(maps)
 
-    def _draws(self, maps: list[Tensor], n: int, generator: torch.Generator | None) -> list[Tensor]:
+    def _draws(self, maps: Sequence[Tensor], n: int, generator: torch.Generator | None) -> list[Tensor]:
         """E of each selected A, ``[n, q, d_in]``."""
         sizes = [
             (n, one.shape[1], item.size // len(one)) for one, item in zip(maps, self.network.selected, strict=True)
@@ -170,15 +173,13 @@ class TrainingFreeLoRA(Posterior):
         return [standard_normal(size, like=one, generator=generator) for size, one in zip(sizes, maps, strict=True)]
 
     def _outputs(
-        self, inputs: Any, scale: float, maps: list[Tensor], draws: list[Tensor], signs: torch.Generator
+        self, inputs: Any, scale: float, maps: Sequence[Tensor], draws: list[Tensor], signs: torch.Generator
     ) -> list[Tensor]:
         """Outputs ``[B, *, C]`` of a network for each of the draws."""
         network = self.network
         if not self.per_token:
             return network.several(inputs, network.vector() + scale * _deviations(maps, draws))
         values, found = network.substitute(network.vector()), []
-        # Parts have other signs, which must not depend on what memory is free.
-        parts = forward_parts(network, inputs) if is_given() else [inputs]
         for drawn in zip(*draws, strict=True):
             pairs = {
                 id(values[name]): (scale * one, e)
@@ -186,22 +187,20 @@ class TrainingFreeLoRA(Posterior):
             }
             noise = TokenNoise(pairs, signs)
             with torch.no_grad(), noise:
-                found.append(torch.cat([network(part, values) for part in parts]))
-            if noise.used < len(pairs) * len(parts):
+                found.append(network(inputs, values))
+            if noise.used < len(pairs):
                 what, got = "Only linear layers have noise for each token.", f"{noise.used} of {len(pairs)} adapters"
                 raise UnsupportedError(what, expected="adapters that multiply by A", got=got, fix="per_token=False")
         return found
 
     def _score(
-        self, data: Iterable[Any], scale: float, maps: list[Tensor], draws: list[Tensor], seed: int, progress: bool
-    ) -> tuple[float, int, int]:
-        """The score at a scale, without draws that of the network; and the numbers of examples and of outputs."""
+        self, data: Iterable[Any], scale: float, maps: Sequence[Tensor], draws: list[Tensor], seed: int, progress: bool
+    ) -> float:
+        """The score at a scale, without draws that of the network."""
         network, likelihood, signs = self.network, self.likelihood, torch.Generator().manual_seed(seed)
-        total, count, seen, n_outputs, doubt = 0.0, 0.0, 0, 0, 0.0
+        total, count = 0.0, 0.0
         for batch in self.batches(data, progress=progress, description=f"TrainingFreeLoRA: scale {scale:.3g}"):
-            forward_parts(network, batch.inputs)
             outputs = network.forward(batch.inputs)
-            likelihood.validate(outputs, batch.target)
             flat, targets, weights = likelihood.rows(outputs, batch.target)
             targets = targets if self.labels else likelihood.distribution(flat).mode
             sampled = self._outputs(batch.inputs, scale, maps, draws, signs) if draws else [outputs]
@@ -212,17 +211,11 @@ class TrainingFreeLoRA(Posterior):
                 logs = torch.stack([likelihood.log_density(one, targets) for one in each])
                 losses = -logs.mean(0) if self.score == "elbo" else math.log(len(each)) - logs.logsumexp(0)
             total, count = total + float(weights @ losses.to(weights)), count + float(weights.sum())
-            doubt += 0.0 if draws else likelihood.evidence_for_probabilities(outputs, batch.target)
-            seen, n_outputs = seen + len(outputs), outputs.shape[-1]
-        if not count:
-            raise self.zero_curvature()
-        if doubt > 0:
-            doubt_logits(likelihood, doubt)
         if draws and self.score == "elbo":
             total += self._divergence(scale, maps)
-        return total / count, seen, n_outputs
+        return total / count
 
-    def _divergence(self, scale: float, maps: list[Tensor]) -> float:
+    def _divergence(self, scale: float, maps: Sequence[Tensor]) -> float:
         """``KL(q ‖ p)`` over the directions that have noise, for a prior N(μ₀, 1/δ) on all entries of A."""
         delta = float(self.prior_precision)
         total = delta * float((self.network.vector().double() - self.prior_mean).square().sum())
@@ -235,9 +228,10 @@ class TrainingFreeLoRA(Posterior):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        checks.count("n", n)
         self.require_fit()
-        self.check_draws(n=n)
-        return self.mean + self.noise_scale * _deviations(self.maps, self._draws(self.maps, n, generator))
+        maps = self.state.maps
+        return self.mean + self.noise_scale * _deviations(maps, self._draws(maps, n, generator))
 
     @override
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
@@ -246,24 +240,10 @@ class TrainingFreeLoRA(Posterior):
             return
         x, signs = self.network.receive(x), torch.Generator().manual_seed(draw_seed(generator))
         for _ in range(n):
-            draws = self._draws(self.maps, 1, generator)
-            yield from self._outputs(x, self.noise_scale, self.maps, draws, signs)
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        header = {"noise_scale": self.noise_scale, "report": asdict(self.report)}
-        return header, {f"map.{number}": one for number, one in enumerate(self.maps)}
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.noise_scale = float(header["noise_scale"])
-        self.report = ScaleSearch(header["report"]["network"], tuple(map(tuple, header["report"]["steps"])))
-        self.maps = [tensors[f"map.{number}"] for number in range(len(self.network.selected))]
-        for one, name in zip(self.maps, self.parameter_names, strict=True):
-            if one.dtype != self.network.dtype or one.shape[:-1] != self.network.parameters[name].shape[:1]:
-                raise ValueError(f"a map {tuple(one.shape)} of {one.dtype}")
+            draws = self._draws(self.state.maps, 1, generator)
+            yield from self._outputs(x, self.noise_scale, self.state.maps, draws, signs)
 
 
-def _deviations(maps: list[Tensor], draws: list[Tensor]) -> Tensor:
+def _deviations(maps: Sequence[Tensor], draws: list[Tensor]) -> Tensor:
     """``V diag(1/d) E`` of all layers, ``[n, P]``."""
     return torch.cat([(one @ drawn).flatten(1) for one, drawn in zip(maps, draws, strict=True)], 1)

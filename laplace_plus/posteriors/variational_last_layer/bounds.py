@@ -8,19 +8,21 @@ Outputs are then ``z_k ~ N(m_kᵀφ, φᵀS_kφ)``, independent given φ. With a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import CHUNK_BYTES, budget, slices
-from laplace_plus.errors import ConfigurationError
+from laplace_plus import checks
 from laplace_plus.likelihoods import Categorical, HeteroscedasticGaussian, Likelihood
 from laplace_plus.likelihoods.gaussian import LOG_2PI
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians, climb
+
+_CHUNK_BYTES = 256 * 2**20
+"""About what the graph of the rows that are looked at together takes."""
 
 
 def resolve_bound(likelihood: Likelihood, bound: str | None) -> str:
@@ -30,8 +32,7 @@ def resolve_bound(likelihood: Likelihood, bound: str | None) -> str:
         known = ("reduced_kn", "jensen", "mc")
     elif isinstance(likelihood, HeteroscedasticGaussian):
         known = ("exact", "mc")
-    if bound not in (None, *known):
-        raise ConfigurationError("The likelihood has no such bound.", expected=", ".join(known), got=repr(bound))
+    checks.choice("bound of this likelihood", bound, (None, *known))
     return bound or known[0]
 
 
@@ -66,12 +67,13 @@ def expected_log_density(
 
 
 class Bound(NamedTuple):
-    """The bound of rows (a function that starts a pass over features ``[n, D]`` and targets) at ``μ [C, D]``, α and T.
+    """The bound of rows, features ``[n, D]`` with targets, at ``μ [C, D]``, α and T.
 
     Without a precision, α is ``C·D / Σ (‖m_k − μ_k‖² + tr S_k)``, the best one.
     """
 
-    rows: Callable[[], Iterable[tuple[Tensor, Tensor]]]
+    features: Tensor
+    targets: Tensor
     likelihood: Likelihood
     kind: str
     prior_mean: Tensor
@@ -102,15 +104,16 @@ class Bound(NamedTuple):
     def value(self, gaussians: Callable[[], Gaussians], slope: bool = False) -> float:
         """``L`` in nats; with ``slope``, the gradient of −L goes to the leaves. One chunk's graph exists at a time."""
         with torch.set_grad_enabled(slope):
-            rest, first = -self.divergence(q := gaussians()), 0
+            rest = -self.divergence(q := gaussians())
             _ = slope and (-rest).backward()
             total, each = float(rest.detach()), 32 * len(q.mean) * (q.mean.shape[1] + 20 + self.n_samples)
-            for features, targets in self.rows():
-                for part in slices(len(features), each, min(CHUNK_BYTES, budget(features.device) // 4)):
-                    found = self.expected(gaussians(), first + part.start, features[part], targets[part])
-                    _ = slope and (-found).backward()
-                    total += float(found.detach())
-                first += len(features)
+            rows = max(1, _CHUNK_BYTES // each)
+            for number, (features, targets) in enumerate(
+                zip(self.features.split(rows), self.targets.split(rows), strict=True)
+            ):
+                found = self.expected(gaussians(), number * rows, features, targets)
+                _ = slope and (-found).backward()
+                total += float(found.detach())
         return total
 
     def maximise(self, start: Gaussians, iterations: int, progress: bool) -> tuple[Gaussians, float, bool]:

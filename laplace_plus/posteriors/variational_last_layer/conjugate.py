@@ -12,6 +12,7 @@ At another m, such as w, that is a bound on it, and Laplace's approximation. Whe
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.gaussian import LOG_2PI
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians
 
 
@@ -31,7 +33,9 @@ class Solution(NamedTuple):
     rate: Tensor | None = None
 
 
-class Regression(NamedTuple):
+@stored
+@dataclass(frozen=True)
+class Regression:
     """``ΦᵀΦ [D, D]``, ``Φᵀr [D, C]``, ``Σ r² [C]``, the number of rows, and w, ``[C, D]``; float64."""
 
     gram: Tensor
@@ -49,8 +53,8 @@ class Regression(NamedTuple):
 
     def plus(self, other: Regression) -> Regression:
         """With other rows."""
-        gram, cross, squares, size = (own + new for own, new in zip(self[:4], other[:4], strict=True))
-        return Regression(gram, cross, squares, size, self.weights)
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("gram", "cross", "squares", "size")}
+        return replace(self, **sums)
 
     def solve(self, alpha: Tensor, noise: Tensor, mean: Tensor, heat: float, shape: float, keeps: bool) -> Solution:
         """The posterior at α, σ (with ``shape`` a₀ > 0: σ₀), ``μ [C, D]`` and T, with ``m = w`` if it ``keeps`` w."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from torch import Tensor
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods.sampling import standard_normal
+from laplace_plus.persistence import stored
 
-HISTORY, TOLERANCE = 10, 1e-2
+_HISTORY, _TOLERANCE = 10, 1e-2
 """Steps that L-BFGS remembers, each of twice the memory of what it searches; largest derivative where it converged."""
 
 
-class Gaussians(NamedTuple):
+@stored
+@dataclass(frozen=True)
+class Gaussians:
     """``N(m_k, S_k)`` over the D weights of each of C outputs, float64: ``m [C, D]`` and ``R [C, D, D]``, ``S = R Rᵀ``.
 
     Where a determinant is asked for, R is upper triangular. Of diagonal ones it is the standard deviations ``[C, D]``.
@@ -68,7 +72,7 @@ def climb(
     """Maximise a function, which leaves its negative gradient with the coordinates if asked to: where L-BFGS ends."""
     leaves = [torch.zeros(one.shape).to(one).copy_(one).requires_grad_() for one in start]
     options: dict[str, Any] = {"max_iter": iterations, "tolerance_grad": 1e-5, "tolerance_change": 1e-11}
-    search = torch.optim.LBFGS(leaves, history_size=HISTORY, line_search_fn="strong_wolfe", **options)
+    search = torch.optim.LBFGS(leaves, history_size=_HISTORY, line_search_fn="strong_wolfe", **options)
     ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="VariationalLastLayer: bound"))
 
     def closure() -> float:
@@ -79,6 +83,6 @@ def climb(
     with torch.enable_grad():
         search.step(closure)
         closure()
-    if not (converged := all(float(leaf.grad.abs().max()) <= TOLERANCE for leaf in leaves if leaf.grad is not None)):
+    if not (converged := all(float(leaf.grad.abs().max()) <= _TOLERANCE for leaf in leaves if leaf.grad is not None)):
         warnings.warn("The search ended before the slope vanished; raise max_iterations.", ConvergenceWarning, 9)
     return [leaf.detach() for leaf in leaves], converged

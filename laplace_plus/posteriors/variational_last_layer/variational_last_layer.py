@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus._memory import budget, require_free, require_room
-from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linear_head import head_features, head_rows
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods.base import check_outputs, doubt_logits, widen
@@ -20,22 +19,50 @@ from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.likelihoods.student_t import StudentTNoise
 from laplace_plus.network.batches import DataSums
 from laplace_plus.network.capture import Capture
-from laplace_plus.network.gradients import bytes_per_example, pieces
 from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.persistence import stored
+from laplace_plus.posteriors.base import Posterior, full_precision
 from laplace_plus.posteriors.gaussian import MANY_LEVELS
-from laplace_plus.posteriors.training_data import require_restartable, require_same_data
-from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBound
+from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.training_data import require_same_data
+from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.bounds import Bound, resolve_bound
 from laplace_plus.posteriors.variational_last_layer.conjugate import Regression, Solution
-from laplace_plus.posteriors.variational_last_layer.gaussians import HISTORY, Gaussians, climb
+from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians, climb
 from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import Outputs, output_indices, require_outputs, wants_variances
+from laplace_plus.predictive.outputs import Outputs, pick, require_outputs, wants_variances
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
 
-_OPTIONS = "mean", "covariance", "bound", "n_samples", "noise", "noise_shape", "max_iterations"
+
+@stored
+@dataclass(frozen=True)
+class LastLayer(State):
+    """What the fit found; the mean is that of the search, or the network's weights.
+
+    Attributes:
+        index: Where each weight is in the parameter vector, ``[C, D]``.
+        seed: Of the samples of ``bound="mc"``.
+        data_sum: A number by which the training data are recognised.
+        sums: Of regression, from which all follows at once.
+        searched: The Gaussians of other likelihoods.
+    """
+
+    index: Tensor
+    seed: int
+    data_sum: float
+    sums: Regression | None = None
+    searched: Gaussians | None = None
+
+
+class _Features(NamedTuple):
+    """What passes over the data give: all features ``[n, D]`` with targets, but of regression, and sums over them."""
+
+    index: Tensor
+    rows: tuple[Tensor, Tensor] | None
+    sums: Any
+    n_data: int
+    data_sum: float
 
 
 class VariationalLastLayer(Posterior):
@@ -49,10 +76,9 @@ class VariationalLastLayer(Posterior):
     likelihoods: :meth:`fit` searches at the present α, from the Laplace approximation, and :meth:`fit_prior_precision`
     goes on from there and tunes α, too. An α that is set by hand needs another fit.
 
-    The search takes some 30·C·D² numbers for C outputs and D features (diagonal: 30·C·D) beside the features. These are
-    computed anew in each step, batch by batch, where they take more than a quarter of the memory budget. :meth:`fit`
-    raises UnsupportedError unless the network ends with a linear layer of its own weights, and ConfigurationError if
-    covariances do not fit into memory. It warns (ConvergenceWarning) if the search did not converge.
+    The search takes some 30·C·D² numbers for C outputs and D features (diagonal: 30·C·D) beside the features of all
+    data. :meth:`fit` raises UnsupportedError unless the network ends with a linear layer of its own weights, and warns
+    (ConvergenceWarning) if the search did not converge.
 
     Args:
         mean: ``"trained"``, or ``"optimal"``, which predicted worse where features fit their training data closely.
@@ -61,7 +87,7 @@ class VariationalLastLayer(Posterior):
         n_samples, max_iterations: An even number of samples for ``"mc"``, the same throughout; that of L-BFGS.
         noise, noise_shape: ``"gaussian"`` or ``"student_t"``, and a₀.
         parameters, backend: ``"last_layer"``, or the names of all of a linear last layer's parameters; not used.
-        model, likelihood, prior_precision, prior_mean, temperature, memory_budget: As for :class:`Posterior`; one α.
+        model, likelihood, **common: As for :class:`Posterior`; one α.
 
     Example:
         >>> import laplace_plus as lp
@@ -74,9 +100,7 @@ class VariationalLastLayer(Posterior):
 
     one_precision = True
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
-    _sums: Regression | None = None
-    _solution: Solution | None = None
-    _key: tuple[Any, ...] | None = None
+    _solution_cache: tuple[tuple[Any, ...], Solution] | None = None
 
     def __init__(
         self,
@@ -91,149 +115,146 @@ class VariationalLastLayer(Posterior):
         noise_shape: float = 1.0,
         max_iterations: int = 200,
         parameters: Selection = "last_layer",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
-        checks.choice("mean", mean, ("trained", "optimal"))
-        checks.choice("covariance", covariance, ("dense", "diagonal"))
-        checks.choice("noise", noise, ("gaussian", "student_t"))
-        checks.count("n_samples", n_samples)
-        checks.count("max_iterations", max_iterations)
-        checks.positive("noise_shape", noise_shape)
-        super().__init__(model, likelihood, **common_arguments(locals()))
-        self._own = {name: value for name, value in locals().items() if name in _OPTIONS}
+        self.keeps_mean = checks.choice("mean", mean, ("trained", "optimal")) == "trained"
+        self.is_dense = checks.choice("covariance", covariance, ("dense", "diagonal")) == "dense"
+        self.noise_shape = checks.positive("noise_shape", noise_shape)
+        if checks.choice("noise", noise, ("gaussian", "student_t")) == "gaussian":
+            self.noise_shape = 0.0
+        self.n_samples = checks.count("n_samples", n_samples)
+        self.max_iterations = checks.count("max_iterations", max_iterations)
+        super().__init__(model, likelihood, parameters=parameters, **common)
         exact = self.likelihood.is_gaussian
         if (covariance, bound) != ("dense", None) if exact else noise == "student_t" or n_samples % 2:
             what, expected = "These options do not fit the likelihood, or n_samples is odd.", "those of the docstring"
-            raise ConfigurationError(what, expected=expected, got=str(self._own))
+            raise ConfigurationError(what, expected=expected, got=str(self.options))
         self._kind = "" if exact else resolve_bound(self.likelihood, bound)
 
-    @override
-    def options(self) -> dict[str, Any]:
-        return dict(self._own)
+    # -- the fit -------------------------------------------------------------------------------------------------------
 
     @override
-    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        sums, rows, (self.n_data, self._data_sum) = self._gather(data, progress=progress)
+    def fit_batches(
+        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> LastLayer:
+        found = self._features(data, progress=progress)
         self.prior()  # refuses a mean of another shape
-        weights, noise = self._weights(self.network.vector()), self.noise_std
-        self.n_outputs, self._seed = len(weights), draw_seed(generator) if self._kind == "mc" else 0
-        self._sums = self._solution = self.other_likelihood = self._key = None
-        if noise is not None and self.noise_per_output and noise.ndim == 0 and 1 < len(weights) <= MANY_LEVELS:
-            self.likelihood = self.likelihood.with_noise(noise.expand(len(weights)))
-        if isinstance(sums, Regression):
-            self._sums = sums
-            self._solve()
-        else:
-            alpha = self._prior_precision.detach().to(weights)
-            start = Gaussians.laplace(weights, sums / float(self._temperature.detach()), alpha)
-            self._take(self._bound(rows, alpha).maximise(start, self._own["max_iterations"], progress)[0])
+        vector, noise, n_outputs = self.network.vector(), self.noise_std, len(found.index)
+        seed, self.other_likelihood = draw_seed(generator) if self._kind == "mc" else 0, None
+        if noise is not None and self.noise_per_output and noise.ndim == 0 and 1 < n_outputs <= MANY_LEVELS:
+            self.likelihood = self.likelihood.with_noise(noise.expand(n_outputs))
+        state = LastLayer(vector, found.n_data, n_outputs, found.index, seed, found.data_sum)
+        if found.rows is None:
+            self._set_state(replace(state, sums=found.sums))
+            self._solution()  # Student-t noise may have no variance
+            return self.state
+        weights = _weights(vector, found.index)
+        alpha = self._prior_precision.detach().to(weights)
+        start = Gaussians.laplace(weights, found.sums / float(self._temperature.detach()), alpha)
+        q = self._bound(state, found.rows, alpha).maximise(start, self.max_iterations, progress)[0]
+        return _at(state, q)
 
-    def _gather(self, data: Iterable[Any], *, progress: bool) -> tuple[Any, Any, tuple[int, float]]:
-        """Sums over the data, how to pass over features and targets again, and the data's number and sum."""
-        found, doubt, count, kept, total = DataSums(self.network.device), 0.0, 0, list[Any](), cast(Any, None)
+    def _features(self, data: Iterable[Any], *, progress: bool) -> _Features:
+        """What one pass over the data gives."""
+        seen, doubt, total, index = DataSums(self.network.device), 0.0, None, None
+        features, targets = list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
-            found.add(batch, len(batch.target))
-            for index, features, targets, outputs in head_rows(self.network, self.likelihood, batch):
-                self._index = index
-                count += len(features)
-                doubt += self.likelihood.evidence_for_probabilities(outputs, targets) if len(features) else 0.0
-                new = self._sums_of(features, outputs, targets)
-                total = new if total is None else total.plus(new) if isinstance(new, Regression) else total + new
-                kept += [] if self.likelihood.is_gaussian else [(features, targets)]
-                if kept and 8 * count * features.shape[1] > budget(features.device) // 4:
-                    require_restartable(data, "Features that do not fit into the memory budget are computed again.")
-                    kept.clear()
-        if not count:
+            seen.add(batch, len(batch.target))
+            for index, phi, y, outputs in head_rows(self.network, self.likelihood, batch):
+                doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
+                if self.likelihood.is_gaussian:
+                    new: Any = Regression.of(phi, y, _weights(self.network.vector(), index))
+                    total = new if total is None else total.plus(new)
+                else:
+                    total = self._curvature(phi, outputs, y) + (0.0 if total is None else total)
+                    features.append(phi)
+                    targets.append(y)
+        if index is None or not (total.size if self.likelihood.is_gaussian else sum(map(len, features))):
             raise self.zero_curvature()
         if doubt > 0:
             doubt_logits(self.likelihood, doubt)
-        kept = [tuple(map(torch.cat, zip(*kept, strict=True)))] if sum(len(one) for one, _ in kept) == count else []
+        rows = (torch.cat(features), torch.cat(targets)) if features else None
+        return _Features(index, rows, total, seen.count, seen.values()[0])
 
-        def rows() -> Iterable[tuple[Tensor, Tensor]]:
-            parts = (part for own in self.batches(data) for part in head_rows(self.network, self.likelihood, own))
-            return kept or ((part[1], part[2]) for part in parts)
-
-        return total, rows, (found.count, found.values()[0])
-
-    def _sums_of(self, features: Tensor, outputs: Tensor, targets: Tensor) -> Any:
-        """Those of regression, or the curvature ``Σ_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
-        if self.likelihood.is_gaussian:
-            return Regression.of(features, targets, self._weights(self.network.vector()))
+    def _curvature(self, features: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
         known = self.likelihood.output_curvature(outputs, torch.ones_like(outputs[:, 0]))
         each = known.diagonal if known else torch.linalg.diagonal(self.likelihood.output_hessian(outputs, targets))
         columns = each.detach().clamp_min(0.0).mT.unsqueeze(-1)  # [C, n, 1]
-        if self._own["covariance"] != "dense":
+        if not self.is_dense:
             return (columns * features.square()).sum(1)
-        what, fix = f"A search over covariances of {len(columns)} outputs", 'Write covariance="diagonal".'
-        n_bytes = 24 * (min(HISTORY, self._own["max_iterations"]) + 3) * len(columns) * features.shape[1] ** 2
-        require_room(n_bytes, what.lower(), features.device, if_given=True)
-        require_free(n_bytes, what, features.device, fix)
         return torch.stack([(own * features).mT @ features for own in columns])
 
-    def _weights(self, vector: Tensor) -> Tensor:
-        """A parameter vector as weights ``[C, D]`` float64."""
-        return vector.detach().expand(self.n_parameters).double().to(self._index.device)[self._index]
+    def _bound(self, state: LastLayer, rows: tuple[Tensor, Tensor], alpha: Tensor | None) -> Bound:
+        prior_mean, heat = _weights(self._prior_mean.expand(self.n_parameters), state.index), float(self._temperature)
+        own = self.n_samples, self.keeps_mean, state.seed
+        return Bound(*rows, self.likelihood, self._kind, prior_mean, alpha, heat, *own)
 
-    def _bound(self, rows: Any, alpha: Tensor | None) -> Bound:
-        own = self._weights(self._prior_mean), alpha, float(self._temperature.detach()), self._own["n_samples"]
-        return Bound(rows, self.likelihood, self._kind, *own, self._own["mean"] == "trained", self._seed)
+    # -- the Gaussians -------------------------------------------------------------------------------------------------
 
-    def _take(self, q: Gaussians) -> None:
-        vector = self.network.vector().clone()
-        vector[self._index] = q.mean.to(vector)
-        self._q, self.mean = q, vector
+    @property
+    def q(self) -> Gaussians:
+        """The Gaussians of the outputs' weights, float64."""
+        self.require_fit()
+        return self._solution().q if self.state.searched is None else self.state.searched
 
-    def _solve(self) -> None:
-        """The exact posterior at the present hyperparameters, unless it is known."""
+    @q.setter
+    def q(self, value: Gaussians) -> None:
+        self._set_state(_at(self.state, value))
+
+    @property
+    def mean(self) -> Tensor:
+        """The posterior mean ``[P]``."""
+        return _at(self.state, self.q).mean
+
+    def _solution(self) -> Solution:
+        """The exact posterior of regression at the present hyperparameters, computed if it is not known."""
         own = self._prior_precision, self._prior_mean, self._temperature
-        key = (*own, self.likelihood, *(tensor._version for tensor in own))
-        if self._sums is None or self._key and all(map(is_, self._key, key)):
-            return
-        self._solution, self._key = self._solution_at(self._prior_precision.detach(), self.noise_std), key
-        self._take(self._solution.q)
-        if (rate := self._solution.rate) is not None:
-            self.other_likelihood = StudentTNoise(self._solution.shape, rate, self.likelihood.output_axis)
+        key = (self.state, *own, self.likelihood, *(tensor._version for tensor in own))
+        if self._solution_cache is None or not all(map(is_, self._solution_cache[0], key)):
+            found = self._solution_at(self._prior_precision.detach(), self.noise_std)
+            if found.rate is not None:
+                self.other_likelihood = StudentTNoise(found.shape, found.rate, self.likelihood.output_axis)
+            self._solution_cache = key, found
+        return self._solution_cache[1]
 
     def _solution_at(self, alpha: Tensor, noise: Tensor | None) -> Solution:
-        assert self._sums is not None and noise is not None
-        shape = self._own["noise_shape"] if self._own["noise"] == "student_t" else 0.0
-        own = self._weights(self._prior_mean), float(self._temperature.detach()), shape, self._own["mean"] == "trained"
-        return self._sums.solve(alpha.to(self._sums.gram), noise, *own)
+        sums, prior_mean = self.state.sums, self._prior_mean.expand(self.n_parameters)
+        own = _weights(prior_mean, self.state.index), float(self._temperature), self.noise_shape, self.keeps_mean
+        return sums.solve(alpha.to(sums.gram), noise, *own)
 
     @override
-    def require_fit(self, *, thorough: bool = False) -> None:
+    def require_fit(self) -> None:
         """As of :class:`Posterior`; a posterior in closed form then follows its hyperparameters."""
-        super().require_fit(thorough=thorough)
-        self._solve()
+        super().require_fit()
+        if self.state.sums is not None:
+            self._solution()
 
     @full_precision
     def elbo(self, data: Iterable[Any] | None = None) -> Tensor:
         """The lower bound on the log evidence, in nats, 0-d; but for regression from the fit's data, else DataError."""
         self.require_fit()
-        if self._sums is not None and self._solution is not None:
-            return self._solution.evidence
-        bound = self._bound(self._again(data), self._prior_precision.detach().double())
-        return torch.tensor(bound.value(lambda: self._q), dtype=torch.float64)
+        if self.state.sums is not None:
+            return self._solution().evidence
+        bound = self._bound(self.state, self._again(data), self._prior_precision.detach().double())
+        return torch.tensor(bound.value(lambda: self.state.searched), dtype=torch.float64)
 
-    def _again(self, data: Iterable[Any] | None, *, progress: bool = False) -> Any:
+    def _again(self, data: Iterable[Any] | None, *, progress: bool = False) -> tuple[Tensor, Tensor]:
         data = self.training_data.again(data, "The bound of a last layer passes over the data.")
-        _, rows, seen = self._gather(data, progress=progress)
-        require_same_data("the fit", (self.n_data, self._data_sum), seen)
-        return rows
+        found = self._features(data, progress=progress)
+        require_same_data("the fit", (self.n_data, self.state.data_sum), (found.n_data, found.data_sum))
+        assert found.rows is not None
+        return found.rows
 
     @override
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
         """Maximise the bound; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
-        noisy, own, sums = tunes_noise(self.likelihood, tuner.tune_noise), self.noise_std, self._sums
+        noisy, own, sums = tunes_noise(self.likelihood, tuner.tune_noise), self.noise_std, self.state.sums
         if sums is None or own is None:
-            bound = self._bound(self._again(tuner.data, progress=progress), None)
-            q, value, converged = bound.maximise(self._q, self._own["max_iterations"], progress)
-            return BoundResult("elbo", bound.best_precision(q), None, value, converged, q=q)
+            bound = self._bound(self.state, self._again(tuner.data, progress=progress), None)
+            q, value, converged = bound.maximise(self.state.searched, self.max_iterations, progress)
+            return TuningResult("elbo", bound.best_precision(q), None, value, converged, settings={"q": q})
 
         def evidence(at: list[Tensor], slope: bool = False) -> float:
             found = self._solution_at(at[0].exp(), at[1].exp().view(own.shape) if noisy else own).evidence
@@ -244,25 +265,22 @@ class VariationalLastLayer(Posterior):
         starts = [[errors.new_full((1,), k), errors.clamp_min(1e-20).log() / 2] for k in range(-20, 21, 2)]
         (alpha, noise), converged = climb(evidence, max(starts, key=evidence), 500, progress)
         levels = noise.exp().view(own.shape) if noisy else None
-        return BoundResult("elbo", alpha[0].exp(), levels, evidence([alpha, noise]), converged)
+        return TuningResult("elbo", alpha[0].exp(), levels, evidence([alpha, noise]), converged)
 
-    @override
-    def apply_tuning(self, result: TuningResult) -> None:
-        super().apply_tuning(result)
-        if isinstance(result, BoundResult) and result.q is not None:
-            self._take(result.q)
+    # -- predictions ---------------------------------------------------------------------------------------------------
 
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        self.require_fit()
-        self.check_draws(n=n)
-        moves, found = self._q.deviations(n, generator), self._solution
+        checks.count("n", n)
+        q = self.q
+        moves = q.deviations(n, generator)
+        found = None if self.state.sums is None else self._solution()
         if found is not None and found.rate is not None:  # q has the mean of σ², and each draw a σ² of its own
             shapes = torch.full((n, self.n_outputs), found.shape).to(moves)
             moves = moves * ((found.shape - 1) / draw_by(torch._standard_gamma, shapes, generator)).sqrt().unsqueeze(-1)
-        result = self.mean.expand(n, -1).clone()
-        result[:, self._index] = (self._q.mean + moves).to(result)
+        result = self.state.mean.expand(n, -1).clone()
+        result[:, self.state.index] = (q.mean + moves).to(result)
         return result
 
     @override
@@ -277,53 +295,33 @@ class VariationalLastLayer(Posterior):
         generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
         """As of :class:`Posterior`; exact, with independent outputs."""
-        self.require_fit()
+        q = self.q
         if self.network.function is not None:  # of which the last layer is only a part
             own = {"joint": joint, "differentiable": differentiable}
             return super().functional_posterior(x, outputs=outputs, generator=generator, **own)
         x = self.network.receive(x)
-        together = joint or differentiable or (isinstance(outputs, Tensor) and outputs.ndim > 1)
-        each = 0 if together else bytes_per_example(self.network, x)
-        if len(parts := pieces(self.network, x, each, budget(self.network.device) // 2)) > 1:
-            every = [self.functional_posterior(part, outputs=outputs) for part in parts]
-            return FunctionalPosterior(*map(torch.cat, zip(*every, strict=True)))
         capture = Capture(self.network, x, differentiable=differentiable)
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
-        if not shape.numel() or shape[-1] != self.n_outputs:
-            require_outputs(shape, self.n_outputs, x)
+        if not shape.numel():
             raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-        features, only = head_features(self.network, capture)[1], wants_variances(outputs, joint)
-        mean, pushed = (features @ self._q.mean.mT).view(shape).to(dtype), self._q.pushed(features)
+        require_outputs(shape, self.n_outputs, x)
+        only, features = wants_variances(outputs, joint), head_features(self.network, capture)[1]
+        mean, pushed = (features @ q.mean.mT).view(shape).to(dtype), q.pushed(features)
         check_outputs(mean)
         if joint:
-            fix = "Pass fewer inputs at a time."
-            require_free(16 * shape.numel() ** 2, "A joint covariance", mean.device, fix)
             across = torch.diag_embed((pushed @ pushed.mT).permute(1, 2, 0)).transpose(1, 2)  # [N, C, N, C]
             return FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
-        found = pushed.square().sum(-1).mT.reshape(shape).to(dtype)
-        if not (outputs is None or isinstance(outputs, str)):
-            chosen = output_indices(outputs, shape).to(mean.device)
-            chosen = chosen.expand(*shape[:-1], chosen.shape[-1])
-            mean, found = mean.gather(-1, chosen), found.gather(-1, chosen)
-        return FunctionalPosterior(mean, found if only else torch.diag_embed(found))
+        variances = pick(pushed.square().sum(-1).mT.reshape(shape).to(dtype), outputs)
+        return FunctionalPosterior(pick(mean, outputs), variances if only else torch.diag_embed(variances))
 
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        held = self._q if self._sums is None else self._sums
-        return {"seed": self._seed, "data_sum": self._data_sum}, {"index": self._index, **held._asdict()}
 
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        own = {name: value for name, value in tensors.items() if name != "vector"}
-        self._index, self._seed, self._data_sum = own.pop("index"), int(header["seed"]), header["data_sum"]
-        (c, d), index = self._index.shape, self._index.flatten().sort().values
-        shapes = {"gram": (d, d), "cross": (d, c), "squares": (c,), "size": (), "weights": (c, d), "mean": (c, d)}
-        shapes["root"] = (c, d, *[d] * (self._own["covariance"] == "dense"))
-        fits = index.dtype == torch.int64 and torch.equal(index, torch.arange(self.n_parameters).to(index))
-        if not fits or any(x.shape != shapes[name] or x.dtype != torch.float64 for name, x in own.items()):
-            raise ValueError("an index, sums or factors of another form")
-        if self.likelihood.is_gaussian:
-            self._sums, self._key = Regression(**own), None
-            self._solve()
-        else:
-            self._q = Gaussians(**own)
+def _weights(vector: Tensor, index: Tensor) -> Tensor:
+    """A parameter vector as weights ``[C, D]`` float64."""
+    return vector.detach().double().to(index.device)[index]
+
+
+def _at(state: LastLayer, q: Gaussians) -> LastLayer:
+    """The state with other Gaussians, and their mean."""
+    vector = state.mean.clone()
+    vector[state.index] = q.mean.to(vector)
+    return replace(state, mean=vector, searched=q)

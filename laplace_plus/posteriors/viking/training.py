@@ -26,13 +26,13 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
+from laplace_plus.likelihoods.sampling import stage_generator
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import BatchRows, NullSpaceRows, Rows
-from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, mirrored, of_networks
 
 

@@ -25,8 +25,7 @@ from laplace_plus.posteriors.configuration import full_precision, resolve_option
 from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.registry import get_posterior
-from laplace_plus.posteriors.resuming import survey
-from laplace_plus.posteriors.training_data import require_restartable, require_same_data
+from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
 from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
@@ -143,7 +142,7 @@ class VIKING(ProjectedNoisePosterior):
         require_restartable(data, WHY)
         if not torch.equal(self._prior_precision, self._learnt_precision):  # the caller has set it since
             self._first_precision = self._prior_precision
-        n_data, n_outputs, sums = survey(self, data)
+        n_data, n_outputs, data_sum = survey(self, data)
         seed, center = draw_seed(generator), self.network
         history: list[ELBOTerms] = []
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
@@ -166,7 +165,7 @@ class VIKING(ProjectedNoisePosterior):
         if self.training is not None and self.likelihood.is_classifier and few:
             self._warn_of_loss(bound, logs, data)
         steps = torch.tensor([astuple(terms) for terms in history], dtype=torch.float64)
-        return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), steps, float(sums[0]))
+        return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), steps, data_sum)
 
     def _warn_of_loss(self, bound: BoundAtMean, logs: Tensor, data: Iterable[Any]) -> None:
         """Leave out training data, under the prior with which the weights are nearest to a mode, as the network did."""
@@ -194,8 +193,8 @@ class VIKING(ProjectedNoisePosterior):
 
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
         again = self.training_data.again(data, WHY)
-        n_data, _, sums = survey(self, again)
-        require_same_data("the fit", (self.n_data, self.state.data_sum), (n_data, float(sums[0])))
+        n_data, _, data_sum = survey(self, again)
+        require_same_data("the fit", (self.n_data, self.state.data_sum), (n_data, data_sum))
         return BoundAtMean(self._elbo(again, n_data), self._center, self.noise, self.n_outputs)
 
     @property
