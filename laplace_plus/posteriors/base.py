@@ -130,6 +130,7 @@ class Posterior(Predicting, Earlier):
         self.model = self.network.model  # what weights are compared with
         self.backend = resolve_backend(backend)
         self._found: Any = None
+        self.earlier: Any = None  # the state of earlier tasks' data, to which fit() adds; see lp.continue_on
         self._mark: Any = None  # of the network at the fit
         self._prior_groups: Groups | None = None  # other than the layers
         self.tuning, self.link, self.covariance_scale, self.tangent_mean = None, None, 1.0, None
@@ -219,7 +220,7 @@ class Posterior(Predicting, Earlier):
         if before is not None:
             made.training_data = self.training_data.plus(data)
         else:
-            gone = isinstance(data, Iterator) or getattr(self, "earlier", None) is not None
+            gone = isinstance(data, Iterator) or self.earlier is not None
             made.training_data = TrainingData(None if gone else data)
         self.__dict__ = vars(made)
         return self

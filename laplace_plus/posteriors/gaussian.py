@@ -23,7 +23,7 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.likelihoods.base import describe, doubt_logits
+from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.network.batches import to_device
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
@@ -55,17 +55,12 @@ class GaussianPosterior(Posterior):
     """A Gaussian whose precision is a structured curvature plus the prior precision.
 
     A subclass only sets :attr:`structure`; evidence, tuning, sampling and the linearised predictive come with it.
-
-    Attributes:
-        earlier: The state of earlier tasks' data, to which :meth:`fit` adds; see ``lp.continue_on``.
     """
 
     structure: Structure
     """The structure that this posterior asks a backend for."""
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = GAUSSIAN_TUNERS
-
-    earlier: Any = None
 
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
     _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
@@ -247,7 +242,7 @@ class GaussianPosterior(Posterior):
         *,
         temperature: float | Tensor | None = None,
     ) -> Tensor:
-        """The Laplace evidence ``log p(D)``, in nats, constants included; see :mod:`laplace_plus.tuning`.
+        """The Laplace evidence ``log p(D)``, in nats, constants included, 0-d float64; see :mod:`laplace_plus.tuning`.
 
         Arguments only ask: the posterior stays as it is. Differentiable in all three.
 
@@ -255,9 +250,6 @@ class GaussianPosterior(Posterior):
             prior_precision: 0-d, ``[L]`` or ``[P]``; by default the current one.
             noise_std: Gaussian noise, 0-d or ``[C]``; by default the current one.
             temperature: By default the current one.
-
-        Returns:
-            0-d float64.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -337,23 +329,18 @@ class GaussianPosterior(Posterior):
     def predictive_mean(self) -> Literal["network", "tangent"]:
         """What linearised predictions have as their mean: the ``"network"``'s outputs or the ``"tangent"`` optimum's.
 
-        The tangent model's optimum is that of the last tuning by its evidence.
-
-        Raises:
-            ConfigurationError: Setting ``"tangent"`` without such a tuning.
+        The latter is that of the last tuning by its evidence; ConfigurationError for setting it without one.
         """
         return "network" if self.tangent_mean is None else "tangent"
 
     @predictive_mean.setter
     def predictive_mean(self, value: Literal["network", "tangent"]) -> None:
         checks.choice("mean of predictions", value, ("network", "tangent"))
-        if value == "network":
-            self.tangent_mean = None
-        elif self.tangent_mean is None:
-            if self.tuning is None or self.tuning.vector is None:
-                what, got = "The tangent model's optimum is not known.", "no such tuning since the fit"
-                raise ConfigurationError(what, expected='fit_prior_precision(evidence="tangent") first', got=got)
-            self.tangent_mean = self.tuning.vector
+        known = self.tangent_mean if self.tuning is None or self.tuning.vector is None else self.tuning.vector
+        if value == "tangent" and known is None:
+            what, got = "The tangent model's optimum is not known.", "no such tuning since the fit"
+            raise ConfigurationError(what, expected='fit_prior_precision(evidence="tangent") first', got=got)
+        self.tangent_mean = known if value == "tangent" else None
 
     @override
     def summary(self) -> Summary:
@@ -378,9 +365,8 @@ class GaussianPosterior(Posterior):
         with suppress(LaplacePlusError):  # an indefinite curvature has none
             effective = float(self.effective_dimension())
             title += f", {effective:.1f} effective parameters"
-            title += (
-                ": nearly all, so that a larger network may fit better" if effective > NEARLY * len(self.mean) else ""
-            )
+            nearly_all = effective > NEARLY * len(self.mean)
+            title += ": nearly all, so that a larger network may fit better" * nearly_all
         return Summary(title, tuple(rows), self._groups_in_words())
 
     # -- the Gaussian over weights -------------------------------------------------------------------------------------
@@ -389,38 +375,22 @@ class GaussianPosterior(Posterior):
     def log_prob(self, theta: Tensor) -> Tensor:
         """Log-density of weights under the posterior, ``log N(θ; θ̂, Σ)``, in nats; differentiable in θ.
 
-        Args:
-            theta: ``[P]`` or ``[n, P]``, in ``parameter_names`` order, as :meth:`sample` gives them.
-
-        Returns:
-            0-d or ``[n]``, float64; NaN for weights that are not finite.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: Vectors of another length.
+        ``theta`` is ``[P]`` or ``[n, P]``, in ``parameter_names`` order, as :meth:`sample` gives them; the result 0-d
+        or ``[n]``, float64, and NaN for weights that are not finite. ConfigurationError for vectors of another length.
         """
-        model = self.laplace_model()
-        vectors = theta if isinstance(theta, Tensor) and theta.ndim == 2 else [theta]  # noqa: PLR2004
-        if any(not isinstance(one, Tensor) or one.shape != self.mean.shape for one in vectors):
-            expected, got = f"[{self.n_parameters}] or [n, {self.n_parameters}]", describe(theta)
-            raise ConfigurationError("These are no vectors of parameters.", expected=expected, got=got)
-        squares = model.squared_distance(theta.view(-1, self.n_parameters), self._prior_precision, self._temperature)
+        single = getattr(theta, "ndim", 1) == 1
+        vectors = checks.shape("theta", theta[None] if single else theta, [None, self.n_parameters])
+        squares = self.laplace_model().squared_distance(vectors, self._prior_precision, self._temperature)
         determinant = sum(factor.log_determinant() for factor in self.factors().values())
         found = (determinant - self.n_parameters * math.log(2 * math.pi) - squares / self.covariance_scale) / 2
-        return found if theta.ndim == 2 else found[0]  # noqa: PLR2004
+        return found[0] if single else found
 
     @full_precision
     def effective_dimension(self) -> Tensor:
         """The number of parameters that the data determine, ``γ = Σ λ/(λ + α)``, between 0 and P (MacKay, 1992).
 
-        λ are the eigenvalues of ``H/T``; in general ``γ = P − tr((H/T + P₀)⁻¹ P₀)``. At the evidence's optimum in one
-        α, ``α ‖θ̂ − μ₀‖² = γ``.
-
-        Returns:
-            0-d float64, for which the covariance's scale does not count.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
+        λ are the eigenvalues of ``H/T``; in general ``γ = P − tr((H/T + P₀)⁻¹ P₀)``, 0-d float64. The covariance's
+        scale does not count. At the evidence's optimum in one α, ``α ‖θ̂ − μ₀‖² = γ``.
         """
         return self.laplace_model().effective_dimension(self._prior_precision, self._temperature)
 

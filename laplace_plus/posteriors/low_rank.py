@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from laplace_plus import checks, kernels
 from laplace_plus.curvature import Curvature, LowRankStructure, Structure, curvature_operator
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
@@ -82,16 +82,10 @@ class LowRank(GaussianPosterior):
         remainder_depth: int = 10,
         **common: Any,
     ):
-        checks.count("rank", rank)
-        checks.count("max_restarts", max_restarts)
-        checks.count("remainder_depth", remainder_depth)
-        if remainder_probes != 0:
-            checks.count("remainder_probes", remainder_probes)
-        checks.positive("tolerance", tolerance)
-        if not tolerance < 1:
-            raise ConfigurationError(
-                "tolerance must lie between 0 and 1.", expected="0 < tolerance < 1", got=repr(tolerance)
-            )
+        for name, value in (("rank", rank), ("max_restarts", max_restarts), ("remainder_depth", remainder_depth)):
+            checks.count(name, value)
+        checks.count("remainder_probes", remainder_probes, 0)
+        checks.number("tolerance", tolerance, above=0.0, most=0.999)
         self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
         self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
         super().__init__(model, likelihood, **common)

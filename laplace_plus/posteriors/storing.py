@@ -59,7 +59,7 @@ def state_dict(found: Any) -> dict[str, Any]:
         raise ConfigurationError(what, expected=backend_class(backend.name).__name__, got=own, fix=fix)
     tensors: dict[str, Tensor] = {}
     masks = {item.name: item.mask for item in posterior.network.selected}
-    hyperparameters = {name: getattr(posterior, name, None) for name in HYPERPARAMETERS}
+    hyperparameters = {name: getattr(posterior, name) for name in HYPERPARAMETERS}
     header = {
         "class": name_of(type(posterior)),
         "options": encode(own_options(posterior), tensors, "options"),
