@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,6 @@ from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.priors import Groups
 from laplace_plus.structured.blocks import block_from_tensors
 from laplace_plus.structured.layout import Layout
-
-if TYPE_CHECKING:
-    from laplace_plus.posteriors.base import Posterior
 
 HYPERPARAMETERS = ("_prior_groups", "_prior_precision", "link", "covariance_scale", "tangent_mean", "earlier")
 """Attributes that are set after the constructor; the other hyperparameters are its arguments."""
@@ -50,9 +48,8 @@ def state_dict(found: Any) -> dict[str, Any]:
     around: list[Any] = []
     while is_dataclass(found) and not isinstance(found, type):
         around, found = [replace(found, posterior=None), *around], found.posterior
-    posterior: Posterior = found
-    posterior.require_fit()
-    backend = posterior.backend
+    found.require_fit()
+    posterior, backend = found, found.backend
     if backend_class(backend.name) is not type(backend):
         what, own = f"A backend {backend.name!r} would not be loaded as what it is.", type(backend).__name__
         fix = f"Give {own} a `name` of its own, and register it: lp.curvature.register_backend({own}.name, {own})."
@@ -126,7 +123,7 @@ def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: A
 
 def _constructed(
     header: Mapping[str, Any], options: Mapping[str, Any], model: nn.Module, likelihood: Any, **common: Any
-) -> Posterior:
+) -> Any:
     """The posterior before its fit."""
     cls = get_posterior(str(header["class"]))
     shapes = {name: parameter.shape for name, parameter in uses(unwrap(model)).items()}
@@ -193,7 +190,8 @@ def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Mod
         prefix = f"block.{number}."
         parts = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
         layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], parts.pop("index").cpu())
-        blocks.append((layout, block_from_tensors(entry["kind"], layout.shape, parts)))
+        kind = entry["kind"].removeprefix("diagonal-output ")
+        blocks.append((layout, block_from_tensors(kind, layout.shape, _renamed(parts))))
     mean, travelled = tensors["vector"].to(device), tensors.get("travelled")
     groups = header.get("groups")
     hyperparameters = {
@@ -206,6 +204,23 @@ def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Mod
     sums = Curvature(blocks), tensors["statistics"], None if travelled is None else travelled.to(device).view_as(mean)
     _restore(posterior, GaussianState(mean, header["n_data"], header["n_outputs"], *sums), hyperparameters)
     return posterior
+
+
+def _renamed(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of outer products as they are called now: one matrix for each component, or the rows of limited ones."""
+    found = {}
+    for name, own in parts.items():
+        match = re.fullmatch(r"(left|right|matrix)(_rows|_limit)?(\.\d+)?", name)
+        stem, kind, number = match.groups("") if match else (name, "", "")
+        if kind and f"{stem}_limit{number}" in parts:
+            found[f"{stem}{number}.{kind[1:]}"] = own
+        elif kind:
+            found[stem + number] = own.mT @ own
+        elif stem in ("left", "matrix"):
+            found |= {f"{stem}.{component}": one for component, one in enumerate(own)}
+        else:
+            found[name] = own
+    return found
 
 
 # -- classes without a state -------------------------------------------------------------------------------------------

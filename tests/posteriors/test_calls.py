@@ -85,8 +85,8 @@ def test_a_loader_gives_one_prediction(options):
 def test_estimated_variances_keep_their_standard_errors(monkeypatch):
     x = torch.randn(9, 3).double()
     posterior = lp.KFAC(network(70), "classification").fit([(x, torch.randint(0, 70, (9,)))])
-    monkeypatch.setattr(lp.posteriors.base, "is_sampled", lambda *_, **__: True)
-    monkeypatch.setattr(lp.posteriors.base, "n_samples_for", lambda n: 5)
+    monkeypatch.setattr(lp.posteriors.predicting, "is_sampled", lambda *_, **__: True)
+    monkeypatch.setattr(lp.posteriors.predicting, "n_samples_for", lambda n: 5)
     found = posterior.predict(x.split(4), generator=torch.Generator().manual_seed(0))
     assert found.standard_error.shape == (9, 70)
     assert (found.standard_error > 0).all()

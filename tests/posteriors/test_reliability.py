@@ -6,7 +6,6 @@ import copy
 import pickle
 import sys
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,28 +51,16 @@ class Odd(nn.Module):
     def __init__(self, how):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.how, self.calls = nn.Linear(3, 3), how, 0
-        self.generator = torch.Generator().manual_seed(0)
+        self.layer, self.how = nn.Linear(3, 3), how
 
     def forward(self, x):
-        if self.how == "drops":
-            return nn.functional.dropout(self.layer(x), 0.5, training=True)
-        if self.how == "adds noise of its own":
-            return self.layer(x) + torch.randn(len(x), 3, generator=self.generator)
-        if self.how == "scales by NumPy":
-            return self.layer(x) * float(np.random.default_rng().uniform(1, 2))
-        if self.how == "counts" or (self.how == "counts for six" and len(x) == 6):
-            self.calls += 1
-            return self.layer(x) * (1 + self.calls % 2)
-        if self.how == "counts for six":
-            raise ValueError("six, please")
         if self.how == "writes":
             with torch.no_grad():
                 self.layer.weight.add_(0.01)
         return self.layer(x) * 0 if self.how == "zero" else self.layer(x)
 
 
-@pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.Diagonal, lp.SWAG])
+@pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_forward_passes_that_write_to_the_weights_are_refused(posterior_class):
     posterior = posterior_class(Odd("writes"), "classification")
     with pytest.raises(ModelChangedError, match="layer.weight"):

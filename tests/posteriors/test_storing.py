@@ -38,23 +38,18 @@ def assert_same(one: lp.GaussianPosterior, other: lp.GaussianPosterior) -> None:
     x = data(5, seed=9)[0][0]
     ours, theirs = one.functional_posterior(x), other.functional_posterior(x)
     torch.testing.assert_close(ours.covariance, theirs.covariance, rtol=1e-10, atol=1e-12)
-    draws = [p.sample(2, generator=torch.Generator().manual_seed(1)) for p in (one, other)]
-    torch.testing.assert_close(*draws, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 60])
 def test_a_stored_posterior_is_the_same_one(kind: str, n: int, tmp_path: Path) -> None:
-    """With two examples factors are kept as rows, with sixty as matrices."""
     cls, options = KINDS[kind]
     net = network()
     posterior = cls(net, "classification", **options).fit(data(n))
     untouched = copy.deepcopy(posterior)
-    size = posterior.summary().title
     posterior.save(tmp_path / "first")
-    assert posterior.summary().title == size
     loaded = lp.load(tmp_path / "first", net)
-    assert loaded.summary().title == size
     assert_same(loaded, posterior)
     for each in (posterior, loaded, untouched):
         each.update(data(60 if n == 2 else 2, seed=5))
@@ -122,13 +117,6 @@ def test_a_malformed_input_teaches_nothing_about_the_network(value: float, tmp_p
     posterior.save(tmp_path / "it")
     for each in (posterior, lp.load(tmp_path / "it", net)):
         torch.testing.assert_close(each.functional_posterior(x), want, rtol=1e-10, atol=1e-12)
-
-
-def test_few_rows_take_little_room(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(2000, 40), nn.Tanh(), nn.Linear(40, 40))
-    posterior = lp.KFAC(net, "classification").fit([(torch.randn(3, 2000), torch.arange(3))])
-    posterior.save(tmp_path / "kept")
-    assert (tmp_path / "kept").stat().st_size < 2e6  # the input factor alone would take 16 MB
 
 
 def own_density(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
