@@ -7,7 +7,7 @@ from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.kfac import KFAC
 from laplace_plus.posteriors.low_rank import LowRank
-from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
+from laplace_plus.posteriors.metric_bnn.latents import LatentModel
 from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
 from laplace_plus.posteriors.null_space import LineSearch, NullSpace
 from laplace_plus.posteriors.public import Summary

@@ -15,7 +15,7 @@ from laplace_plus.errors import (
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
-from laplace_plus.posteriors.metric_bnn.latent_model import (
+from laplace_plus.posteriors.metric_bnn.latents import (
     LatentModel,
     attraction_loss,
     choose_coordinates,

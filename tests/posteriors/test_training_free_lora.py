@@ -18,7 +18,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
+from laplace_plus.posteriors.training_free_lora.training_free_lora import TokenNoise
 from laplace_plus.testing import PosteriorConformance
 
 peft = pytest.importorskip("peft", reason="adapters are those of peft")

@@ -1,6 +1,6 @@
 """MetricBNN: particles explore around the trained weights, and an autoencoder learns to generate such points.
 
-After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and ``latent_model`` for the
+After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and ``latents`` for the
 autoencoder. With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})``
 of the trained weights and of the end of trajectory j, a sample is ``θ = ψ(z_0 + ε (z_j − z_0))`` for a random j and ε
 uniform in (0, 1).
@@ -35,8 +35,7 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     draw_directions,
     explore,
 )
-from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
-from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training
+from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, Training
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.priors import as_hyperparameter

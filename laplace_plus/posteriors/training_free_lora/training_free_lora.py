@@ -10,12 +10,14 @@ predictions of sampled networks are, on some anchors, almost as good as the netw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from laplace_plus import checks
@@ -27,7 +29,6 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior, full_precision
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, survey
-from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
 
 _DEAD = 1e-6
@@ -247,3 +248,35 @@ class TrainingFreeLoRA(Posterior):
 def _deviations(maps: Sequence[Tensor], draws: list[Tensor]) -> Tensor:
     """``V diag(1/d) E`` of all layers, ``[n, P]``."""
     return torch.cat([(one @ drawn).flatten(1) for one, drawn in zip(maps, draws, strict=True)], 1)
+
+
+class TokenNoise(TorchFunctionMode):
+    """Noise of its own for each token of a sequence, as the authors' code has it (flipout; Wen et al., 2018).
+
+    Adds ``M (r ∘ E (x ∘ s))`` to each token's ``A x``, with fresh random signs r and s for each token x.
+
+    Uses of a weight are told by the tensor itself, so that the network is left as it is and other threads are, too.
+
+    Args:
+        noise: By the identity of a weight A ``[r, d_in]``, the pair of M ``[r, q]`` and E ``[q, d_in]``.
+        generator: The source of the signs.
+    """
+
+    def __init__(self, noise: Mapping[int, tuple[Tensor, Tensor]], generator: torch.Generator):
+        super().__init__()
+        self.noise, self.generator, self.used = noise, generator, 0
+
+    def signs(self, *shape: int, like: Tensor) -> Tensor:
+        """Random signs."""
+        return standard_normal(shape, like=like, generator=self.generator).sign()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not linear or len(args) < 2 or id(args[1]) not in self.noise:
+            return result
+        m, e = self.noise[id(args[1])]
+        self.used += 1
+        x = args[0].to(e)
+        rows = (x * self.signs(*x.shape, like=e)) @ e.mT
+        return result + ((rows * self.signs(*rows.shape, like=e)) @ m.mT).to(result)
