@@ -1,4 +1,4 @@
-"""What the public functions do with their arguments: types of numbers, start vectors and tolerances."""
+"""What the public functions do with their arguments: types of numbers and start vectors."""
 
 from __future__ import annotations
 
@@ -46,12 +46,6 @@ def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None, tolerance: f
         got = f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
         raise ConfigurationError(what, expected="a floating-point tensor [n], or a stack [..., n]", got=got)
     count("depth", depth)
-    check_tolerances(tolerance=tolerance)
+    if tolerance is not None:
+        number("tolerance", tolerance, least=0.0)
     return v if dtype is None else v.to(dtype)
-
-
-def check_tolerances(**tolerances: float | None) -> None:
-    """Raise :class:`ConfigurationError` if a tolerance, given by name, is negative, infinite or NaN."""
-    for name, value in tolerances.items():
-        if value is not None:
-            number(name, value, least=0.0)

@@ -16,6 +16,7 @@ The multipliers Λ of these columns follow from one recurrence, from the last co
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class KrylovSpace:
 
     def __init__(
         self,
-        matvec: Matvec,
+        matvec: Matvec | LinearMap,
         start: Tensor,
         *,
         rmatvec: Matvec | None = None,
@@ -85,15 +86,10 @@ class KrylovSpace:
         tolerance: float | None = None,
         check_symmetry: bool = True,
     ):
-        self.operator = LinearMap(
-            matvec,
-            start.shape[-1],
-            rmatvec=rmatvec,
-            symmetric=symmetric,
-            parameters=parameters,
-            dtype=start.dtype,
-            single=start.ndim == 1,
-        )
+        options: dict[str, Any] = {"rmatvec": rmatvec, "symmetric": symmetric, "parameters": parameters}
+        options |= {"dtype": start.dtype, "single": start.ndim == 1}
+        known = isinstance(matvec, LinearMap)
+        self.operator = matvec if known else LinearMap(matvec, start.shape[-1], **options)
         rows = stacked(start)
         self._outer, self._check = start.dtype, check_symmetry
         self._limit, self._rounding = (breakdown_limit(t, rows.dtype) for t in (tolerance, None))
@@ -133,9 +129,7 @@ class KrylovSpace:
             self._largest = torch.maximum(self._largest, length)
             rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
             size = vector_norm(rest)
-            # torch.where copies, which takes a fifth of a step with a cheap operator; on the CPU the test is free
-            all_active = rest.device.type == "cpu" and bool(self._active.all())
-            self.residual = rest if all_active else torch.where(self._active[:, None], rest, self.residual)
+            self.residual = torch.where(self._active[:, None], rest, self.residual)
             self.rank = self.rank + self._active
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
             self._active = self._active & ~invariant(size, small)
@@ -145,7 +139,7 @@ class KrylovSpace:
         self.vectors, self.matrix = basis[:, :kept], hessenberg[:, :kept, :kept]
         if self.operator.symmetric:
             if self._check:
-                require_symmetric(hessenberg, self._outer)
+                require_symmetric(hessenberg, self._outer, self.operator.asymmetry)
             diagonal = self.matrix.diagonal(dim1=-2, dim2=-1)
             self.matrix = tridiagonal(diagonal, self.matrix.diagonal(-1, dim1=-2, dim2=-1))
         self.complete = bool((~self._active | (self.rank == self.operator.n)).all())
@@ -191,13 +185,13 @@ def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
     return int(rank.max())
 
 
-def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
+def require_symmetric(matrix: Tensor, dtype: torch.dtype, what: str = LinearMap.asymmetry) -> None:
     """Raise OperatorError unless ``H = Q A Qᵀ [..., K, K]`` is symmetric to √ε of the type of the products."""
     asymmetry, size = (matrix - matrix.mT).abs().amax(dim=(-2, -1)), matrix.abs().amax(dim=(-2, -1))
     limit = agreement(dtype)
     if bool((asymmetry > limit * size).any()):
         relative = float((asymmetry / size).max())
-        what, got = "The operator is not symmetric.", f"a relative difference of {relative:.1e} on its Krylov space"
+        got = f"a relative difference of {relative:.1e} on its Krylov space"
         fix = "Symmetrise it, use arnoldi or arnoldi_function, or give lanczos check_symmetry=False if it is rounding."
         raise OperatorError(what, expected=f"uᵀAv = vᵀAu to a relative {limit:.0e}", got=got, fix=fix)
 
@@ -218,9 +212,10 @@ def krylov_pullback(
         rank: ``[batch]``, the length of each decomposition.
     """
     depth, n = outputs[0].shape[-2:]
+    given = [torch.zeros_like(x) if c is None else c for c, x in zip(cotangents, outputs, strict=True)]
     shapes = [(-1, depth, n), (-1, depth, depth), (-1, n), (-1,)]
-    (vectors, matrix, residual, norm), given = flattened(outputs, cotangents, shapes)
-    vectors_, matrix_, residual_, norm_ = given
+    vectors, matrix, residual, norm = (x.reshape(shape) for x, shape in zip(outputs, shapes, strict=True))
+    vectors_, matrix_, residual_, norm_ = (x.reshape(shape) for x, shape in zip(given, shapes, strict=True))
     if operator.symmetric:
         matrix_ = ((matrix_ + matrix_.mT) / 2).tril(1)
     extended, extended_ = (
@@ -236,39 +231,20 @@ def krylov_pullback(
     multipliers = vectors.new_zeros(batch, 1 + depth, n)
     multipliers.scatter_(1, last.expand(batch, 1, n), (residual_ + combine(eta, vectors))[:, None])
     pi = extended @ extended_.mT - inner_products(vectors_, vectors)
-    gamma = torch.zeros_like(pi)
+    gamma = torch.zeros_like(pi)  # the multipliers of orthonormality
     for k in reversed(range(depth + 1)):
-        multipliers[:, k] = multiplier = reprojected(multipliers[:, k], vectors, extended_[..., k], k + 1)
+        known = vectors[:, : k + 1]  # q_iᵀ λ is given for these
+        wanted = extended_[:, : k + 1, k] - coordinates(known, multipliers[:, k])
+        multipliers[:, k] += combine(wanted, known)
         if k == 0:
             break
-        product, row = operator.transposed(multiplier), k - 1
-        both = orthonormality_row(gamma, pi, vectors, product, row)
+        product, row = operator.transposed(multipliers[:, k]), k - 1
+        gamma[:, row, :k] = pi[:, row, :k] - coordinates(vectors[:, :k], product)
+        gamma[:, row, row] /= 2
         stop = min(k + 2, depth + 1) if operator.symmetric else depth + 1
-        xi = vectors_[:, row] + eta[:, row, None] * residual + combine(both, vectors) + product
+        xi = vectors_[:, row] + eta[:, row, None] * residual + product
+        xi = xi + combine(gamma[:, row] + gamma[:, :, row], vectors)
         xi = xi - combine(extended[:, row, k:stop], multipliers[:, k:stop])
         xi = xi / extended[:, row, row, None]
         multipliers[:, row] = torch.where(inside[:, row, None], xi, multipliers[:, row])
     return multipliers[:, 0], operator.parameter_pullback(vectors, multipliers[:, 1:])
-
-
-def flattened(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], shapes: Sequence[Sequence[int]]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and cotangents in the given shapes; zeros where there is no cotangent."""
-    given = [torch.zeros_like(x) if c is None else c for c, x in zip(cotangents, outputs, strict=True)]
-    left, right = ([x.reshape(tuple(s)) for x, s in zip(tensors, shapes, strict=True)] for tensors in (outputs, given))
-    return left, right
-
-
-def reprojected(multiplier: Tensor, basis: Tensor, target: Tensor, size: int) -> Tensor:
-    """Enforce ``q_iᵀ λ = target_i`` for the first ``size`` vectors, which holds in exact arithmetic."""
-    basis = basis[:, :size]
-    return multiplier + combine(target[:, :size] - coordinates(basis, multiplier), basis)
-
-
-def orthonormality_row(gamma: Tensor, pi: Tensor, basis: Tensor, product: Tensor, k: int) -> Tensor:
-    """Fill row k of the multipliers Γ of orthonormality, and return that row of ``Γ + Γᵀ``."""
-    row = pi[:, k, : k + 1] - coordinates(basis[:, : k + 1], product)
-    row[:, k] /= 2
-    gamma[:, k, : k + 1] = row
-    return gamma[:, k] + gamma[:, :, k]

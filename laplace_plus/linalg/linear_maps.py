@@ -51,7 +51,10 @@ class LinearMap:
 
     Attributes:
         matvecs: Number of vectors multiplied so far, with A or its transpose.
+        asymmetry: What is wrong with a symmetric operator whose transpose is found to be another.
     """
+
+    asymmetry = "The operator is not symmetric."
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import orthogonalize, vector_norm
-from laplace_plus.linalg.arguments import check_tolerances, without_autocast, working_type
+from laplace_plus.linalg.arguments import without_autocast, working_type
 from laplace_plus.linalg.krylov import product_length
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.probes import draw_probes
@@ -110,7 +110,8 @@ def eigsh(
     checks.choice("which", which, get_args(Which))
     checks.count("max_restarts", max_restarts, 0)
     subspace = checks.count("subspace", max(2 * k + 1, k + 20) if subspace is None else subspace, k + 2)
-    check_tolerances(tolerance=tolerance)
+    if tolerance is not None:
+        checks.number("tolerance", tolerance, least=0.0)
     if k > n:
         raise ConfigurationError(f"eigsh gives at most {n} values.", expected=f"k <= {n}", got=f"k = {k}")
     if v0 is not None:
