@@ -13,9 +13,8 @@ from laplace_plus.tuning.base import TuningResult
 
 @dataclass(frozen=True, kw_only=True)
 class BoundResult(TuningResult):
-    """What maximising the bound, its ``value``, found: σ_im of :class:`VIKING`, 0-d float64, or a last layer's q."""
+    """What maximising the bound, its ``value``, found of a last layer: q."""
 
-    image_std: Any = None
     q: Any = None
 
 

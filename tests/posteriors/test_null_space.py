@@ -15,7 +15,6 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.linalg.null_space import (
-    AlternatingProjection,
     LSMRProjection,
     SVDProjection,
 )
@@ -61,16 +60,6 @@ def test_samples_are_projected_noise(problem, kind, projector):
     torch.testing.assert_close(other.fit(data, generator=generator()).samples, posterior.samples, rtol=0, atol=1e-6)
     assert posterior.report.converged.all()
     assert (posterior.report.residual < 1e-6).all()
-
-
-def test_sweeps_lead_to_the_same_samples(problem):
-    net, data = problem
-    options = {"rows": "loss", "n_samples": 4}
-    sweeps = AlternatingProjection(tolerance=1e-9)
-    one = lp.NullSpace(net, "classification", projector=sweeps, **options).fit(data, generator=generator())
-    other = lp.NullSpace(net, "classification", projector="svd", **options).fit(data, generator=generator())
-    assert one.report.converged.all()
-    torch.testing.assert_close(one.samples, other.samples, rtol=0, atol=1e-6)
 
 
 def test_training_predictions_are_the_networks(problem):

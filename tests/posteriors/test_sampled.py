@@ -82,15 +82,6 @@ def test_the_samples_covariance_is_the_inverse_precision(problem):
     assert abs(report.energy[0] - 1) < 4 * report.energy[1]
 
 
-def test_gradient_descent_meets_its_tolerance_on_few_data():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double(), randn(60, 2)
-    data = [(part, part[:, :1].sin()) for part in x.split(20)]
-    report = lp.SampledLaplace(model, "regression", n_samples=60, solver="sgd").fit(data, generator=generator()).report
-    assert report.converged and float(report.residual.max()) <= lp.SGDSolver().tolerance
-    assert abs(report.energy[0] - 1) < 4 * report.energy[1] < 0.3
-
-
 def test_the_effective_dimension_is_that_of_the_dense_matrices():
     model, data = deep()
     posterior = lp.SampledLaplace(model, "classification", n_samples=200, chunk_size=200).fit(

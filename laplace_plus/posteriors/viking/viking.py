@@ -26,7 +26,7 @@ from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoiseP
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
-from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBound
+from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive import from_samples
@@ -249,15 +249,15 @@ class VIKING(ProjectedNoisePosterior):
         logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_iterations, steps)
         _warn_unless_converged(converged)
         alpha, image = logs.exp()
-        result: dict[str, Any] = {"value": steps[-1].elbo, "converged": converged, "n_evaluations": len(steps)}
-        alpha = alpha.to(self.mean.dtype)
-        return BoundResult(method="elbo", prior_precision=alpha, noise_std=None, image_std=image, **result)
-
-    @override
-    def apply_tuning(self, result: TuningResult) -> None:
-        assert isinstance(result, BoundResult)
-        super().apply_tuning(result)
-        self._learnt_precision, self.image_std = self._prior_precision, result.image_std
+        return TuningResult(
+            method="elbo",
+            prior_precision=alpha.to(self.mean.dtype),
+            noise_std=None,
+            value=steps[-1].elbo,
+            converged=converged,
+            n_evaluations=len(steps),
+            settings={"image_std": image},
+        )
 
     def _components(self) -> tuple[Tensor, Tensor]:
         """The noise in the null space and in the range, scaled; ``[k, P]`` each."""
