@@ -90,12 +90,6 @@ def test_intervals_cover_as_often_as_promised(score):
     check_coverage(covered)
 
 
-def test_ranks_are_not_lifted_by_rounding():
-    for n, level, rank in [(9, 0.9, 9), (19, 0.95, 19), (29, 0.9, 27), (8, 0.9, math.inf), (99, 0.07, 7)]:
-        found = float(conformal.threshold(torch.arange(1, n + 1).double(), level))
-        assert found == rank
-
-
 def test_few_data_give_full_sets():
     logits, labels = classes(8, torch.Generator().manual_seed(0))
     assert lp.conformalize(Known(lp.Categorical()), [(logits, labels)]).predict_set(logits).all()
@@ -228,31 +222,9 @@ def test_tokens_and_single_logits():
     assert_close(sets, binary.predict_proba(x[:, 0]) >= binary.predict_proba(x[:, 0])[sets].min())
 
 
-def test_groups_that_are_none_are_refused_and_far_ones_are_quick():
-    numbers, x = Known(lp.Gaussian(1.0)), torch.randn(40, 1)
-    for by in (
-        lambda x: [0] * len(x),
-        lambda x: torch.zeros(1),
-        lambda x: x[:, 0],
-        lambda x: torch.full((len(x),), -1),
-        lambda x: torch.full((len(x),), 2**40),
-    ):
-        with pytest.raises(DataError, match="groups"):
-            lp.conformalize(numbers, [(x, x)], by=by)
-    made = lp.conformalize(numbers, [(x, x)], by=lambda x: torch.full((len(x),), 10**6))
-    assert made.thresholds.shape == (10**6 + 1, 1) and int(made.thresholds.isfinite().sum()) == 1
-
-
 def test_a_copy_has_a_posterior_of_its_own():
     posterior, _, x, y = fitted()
     made = lp.conformalize(posterior, [(x[30:], y[30:])])
     known, other = made.predict_set(x), copy.copy(made)
     other.posterior.prior_precision = 77.0
     assert torch.equal(made.predict_set(x), known)
-
-
-def test_mixtures_are_refused():
-    x = torch.randn(20, 2)
-    mixture = lp.Mixture([lp.Full(nn.Linear(2, 2), "classification").fit([(x, torch.arange(20) % 2)])])
-    with pytest.raises(UnsupportedError, match="no posterior"):
-        lp.conformalize(mixture, [(x, torch.arange(20) % 2)])

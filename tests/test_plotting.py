@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from laplace_plus import metrics
 from laplace_plus.applications.plotting import class_plane, coverage_diagram, curve, curves, reliability_diagram
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 
 
 def predictions(seed: int, sharpness: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,31 +43,6 @@ def test_the_dots_below_show_the_share_of_predictions() -> None:
     dots = next(dots for dots in panel.collections if dots.get_label() == "share of predictions")
     areas = torch.as_tensor(dots.get_sizes())
     torch.testing.assert_close(areas / areas.sum(), (counts[counts > 0] / counts.sum()).to(areas))
-
-
-def test_one_titled_panel_for_each_method_in_order() -> None:
-    methods = {"MAP": predictions(0, 3.0), "KFAC": predictions(1), "last layer": predictions(2, 0.5)}
-    figure = reliability_diagram(methods, n_bins=15)
-    assert len(figure.axes) == 3
-    for panel, (name, (probabilities, targets)) in zip(figure.axes, methods.items(), strict=True):
-        error = float(metrics.expected_calibration_error(probabilities, targets, 15))
-        assert panel.get_title() == f"{name}\nECE {error:.3f}"
-        assert panel.get_xlim() == (0, 1)
-
-
-def test_draws_into_the_axes_that_are_given() -> None:
-    figure = Figure()
-    axes = figure.subplots(1, 2)
-    methods = {"a": predictions(0), "b": predictions(1)}
-    assert reliability_diagram(methods, axes=list(axes)) is figure
-    assert [panel.get_title().split("\n")[0] for panel in figure.axes] == ["a", "b"]
-
-
-def test_saves_without_a_display(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISPLAY", raising=False)
-    path = tmp_path / "reliability.png"
-    reliability_diagram({"MAP": predictions(0)}).savefig(path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +98,6 @@ def test_a_plane_of_classes_shows_the_probabilities_where_they_are() -> None:
     points = {dots.get_label(): torch.as_tensor(dots.get_offsets().data) for dots in axes.collections[-2:]}
     for k in (0, 1):
         torch.testing.assert_close(points[f"class {k}"].float(), inputs[labels == k])
-
-
-def test_curves_and_planes_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match=r"another shape.*\[11\]"):
-        drawn_curve(torch.ones(10))
-    with pytest.raises(ConfigurationError, match=r"another shape.*\[6\]"):
-        class_plane(Figure().subplots(), torch.ones(2), torch.ones(3), torch.ones(5), torch.ones(1, 2), torch.ones(1))
 
 
 def test_coverage_is_that_of_the_intervals() -> None:

@@ -131,22 +131,6 @@ def test_optimizer_writes_the_dense_correction():
     assert optimizer.last.violation == pytest.approx(float(c.square().mean().sqrt()), rel=1e-12)
 
 
-def test_redundant_and_inconsistent_constraints():
-    problem = Quadratic()
-    single, (A, b) = problem.constraint, (problem.A, problem.b)
-    problem.constraint = lambda model, points: single(model, points).repeat(2)  # every row twice
-    assert problem.run(sgd, 120).last.residual < 1e-10
-    assert problem.error() <= 1e-12
-    # Of rows that contradict each other, the mean is met, and the residual says so.
-    problem = Quadratic()
-    problem.constraint = lambda model, points: torch.cat([single(model, points) + 1, single(model, points) - 1])
-    problem.constraint = lambda model, _: torch.cat([A @ model.parameters["weights"] - b + s for s in (1.0, -1.0)])
-    optimizer = problem.run(sgd, 120)
-    assert problem.error() <= 1e-12
-    assert optimizer.last.residual == pytest.approx(math.sqrt(6), rel=1e-9)
-    assert optimizer.last.violation == pytest.approx(1.0, rel=1e-9)
-
-
 # -- in training -------------------------------------------------------------------------------------------------------
 
 
@@ -264,15 +248,6 @@ def test_low_precision_solves_in_float32(dtype, within):
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < within
 
 
-def test_autocast_and_no_grad():
-    net, x, points = periodic_problem()
-    net(x).square().mean().backward()
-    optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), periodic(6.0), net, points[:3])
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        optimizer.step()
-    assert optimizer.last.violation > 0 and bool(flat(net).isfinite().all())
-
-
 def test_dictionaries_and_drawn_points():
     class Named(nn.Module):
         def __init__(self):
@@ -354,12 +329,3 @@ def test_bad_constraints_leave_everything_as_it_was():
     with pytest.raises(NonFiniteError):
         optimizer.step()
     assert bool((flat(net) == before).all())
-
-
-def test_sparse_gradients_are_refused():
-    net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-    tokens = torch.tensor([0, 1])
-    optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), value(tokens, torch.zeros(2, 1)), net)
-    net(tokens).sum().backward()
-    with pytest.raises(UnsupportedError, match="sparse"):
-        optimizer.step()

@@ -22,7 +22,6 @@ from laplace_plus.curvature import (
     Native,
     Structure,
     register_backend,
-    resolve_backend,
 )
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
@@ -226,17 +225,6 @@ def test_selections(backend, structure, selection):
     assert_same(mine, compute(Native(), model, likelihood, inputs, targets, structure, selection))
 
 
-@pytest.mark.parametrize(("backend", "structure"), [("backpack", "full"), ("backpack", "diagonal"),
-                                                    ("curvlinops", "full")])  # fmt: skip
-def test_masks(backend, structure):
-    likelihood, n_outputs, targets = likelihood_case("categorical")
-    model, inputs = mlp(n_outputs), torch.randn(N, 4)
-    mask = {"0.weight": torch.rand(5, 4) > 0.4, "2.weight": torch.rand(n_outputs, 5) > 0.5}
-    for kind in ("ggn", "empirical_fisher"):
-        mine = compute(BACKENDS[backend](kind), model, likelihood, inputs, targets, structure, mask)
-        assert_same(mine, compute(Native(kind), model, likelihood, inputs, targets, structure, mask))
-
-
 class ByName(nn.Module):
     """Two inputs by name, and operations between modules before the first layer."""
 
@@ -258,14 +246,6 @@ def test_inputs_by_name_and_by_position(backend, structure, as_mapping):
     model = ByName()
     mine = compute(BACKENDS[backend](), model, likelihood, inputs, targets, structure)
     assert_same(mine, compute(Native(), model, likelihood, inputs, targets, structure))
-
-
-def test_one_example():
-    likelihood, n_outputs, targets = likelihood_case("categorical", 1)
-    model, inputs = mlp(n_outputs), torch.randn(1, 4)
-    for backend, structure in (("backpack", "diagonal"), ("curvlinops", "reduce")):
-        mine = compute(BACKENDS[backend](), model, likelihood, inputs, targets, structure)
-        assert_same(mine, compute(Native(), model, likelihood, inputs, targets, structure))
 
 
 class Residual(nn.Module):
@@ -319,17 +299,6 @@ def test_curvlinops_full_of_a_transformer(likelihood):
     assert_same(mine, compute(Native(), model, likelihood, inputs, targets, "full"))
 
 
-def test_modes_and_fused_operations_are_those_of_evaluation():
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(5, C))
-    model(torch.randn(20, 4))  # training mode: running statistics
-    likelihood, _, targets = likelihood_case("categorical")
-    inputs = torch.randn(N, 4)
-    for backend in (BackPack(), Curvlinops()):
-        mine = compute(backend, model, likelihood, inputs, targets, "full")
-        assert_same(mine, compute(Native(), model, likelihood, inputs, targets, "full"))
-    assert all(module.training for module in model.modules())
-
-
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 
@@ -346,20 +315,6 @@ def test_batches_add_up(backend, structure):
     ]
     parts[0].add_(parts[1])
     assert_same(parts[0], compute(Native(), model, likelihood, inputs, targets, structure))
-
-
-@pytest.mark.parametrize("structure", ["expand", "reduce"])
-def test_curvlinops_batches_of_different_sizes_of_image_add_up(structure):
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, C))
-    likelihood, _, targets = likelihood_case("categorical")
-    batches = [(torch.randn(2, 2, 4, 4), targets[:2]), (torch.randn(3, 2, 6, 5), targets[2:])]
-    mine, native = (
-        [compute(backend, model, likelihood, inputs, y, structure) for inputs, y in batches]
-        for backend in (Curvlinops(), Native())
-    )
-    mine[0].add_(mine[1])
-    native[0].add_(native[1])
-    assert_same(mine[0], native[0])
 
 
 # -- through the public interface --------------------------------------------------------------------------------------
@@ -391,31 +346,6 @@ def test_posteriors_agree(posterior_class, backend, options, task):
     x = torch.randn(3, 4)
     torch.testing.assert_close(mine.predictive(x).mean, expected.predictive(x).mean, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(mine.predictive(x).variance, expected.predictive(x).variance, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("backend", ["backpack", "curvlinops"])
-def test_saved_and_loaded(tmp_path, backend):
-    model = mlp()
-    data = [(torch.randn(N, 4), torch.randint(0, C, (N,)))]
-    posterior = lp.Full(model, "classification", backend=backend).fit(data)
-    posterior.save(tmp_path / "posterior")
-    loaded = lp.load(tmp_path / "posterior", model)
-    assert type(loaded.backend) is BACKENDS[backend]
-    assert loaded.backend.config() == posterior.backend.config()
-    torch.testing.assert_close(loaded.precision_matrix(), posterior.precision_matrix())
-
-
-def test_later_weights_are_seen():
-    model, backend = mlp(), BackPack()
-    likelihood, _, targets = likelihood_case("categorical")
-    inputs = torch.randn(N, 4)
-    before = compute(backend, model, likelihood, inputs, targets, "diagonal").dense(torch.ones(1))
-    with torch.no_grad():
-        model[0].weight.mul_(2.0)
-    model[1] = nn.Sigmoid()
-    after = compute(backend, model, likelihood, inputs, targets, "diagonal")
-    assert not torch.allclose(before, after.dense(torch.ones(1)))
-    assert_same(after, compute(Native(), model, likelihood, inputs, targets, "diagonal"))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -450,21 +380,6 @@ def test_combinations_that_a_library_does_not_have_are_refused(backend, kind, st
     likelihood, n_outputs, targets = likelihood_case("categorical")
     text = refused(BACKENDS[backend](kind), mlp(n_outputs), likelihood, torch.randn(N, 4), targets, structure)
     assert kind in text
-
-
-def test_eigenvalue_correction_is_refused_before_the_data_are_read():
-    def data():
-        raise AssertionError("read")
-        yield
-
-    class Once:
-        def __iter__(self):
-            return data()
-
-    for backend in BACKENDS:
-        posterior = lp.KFAC(mlp(), "classification", backend=backend, eigenvalue_corrected=True)
-        with pytest.raises(UnsupportedError, match=rf"{backend} .*eigenvalue.*native"):
-            posterior.fit(Once())
 
 
 def test_noise_levels_are_refused_where_a_library_cannot_tell_outputs_apart():
@@ -729,15 +644,6 @@ def test_backpack_as_the_user_uses_it_is_left_alone():
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
-
-
-def test_backends_are_found_by_name():
-    assert isinstance(resolve_backend("backpack"), BackPack)
-    assert isinstance(resolve_backend("curvlinops"), Curvlinops)
-    instance = Curvlinops("ggn_mc", n_samples=3)
-    assert resolve_backend(instance) is instance
-    with pytest.raises(ConfigurationError, match="native, backpack, curvlinops"):
-        resolve_backend("asdl")
 
 
 def test_a_backend_of_another_package_is_found_by_name_and_survives_saving(tmp_path):

@@ -84,6 +84,11 @@ def test_training_and_random_state_are_as_without_the_callback(tmp_path):
     assert all(map(torch.equal, *states))
 
 
+class _Validated(Module):
+    def validation_step(self, batch, index):
+        pass
+
+
 def test_a_checkpoint_keeps_the_posterior_and_pickles_nothing(trained, tmp_path):
     module, callback, runner = trained
     runner.save_checkpoint(tmp_path / "model.ckpt")
@@ -98,22 +103,6 @@ def test_a_checkpoint_keeps_the_posterior_and_pickles_nothing(trained, tmp_path)
     assert torch.equal(later.posterior.predictive(x).mean, expected)
     trainer(tmp_path, later, max_epochs=6).fit(Module(), loader(), ckpt_path=tmp_path / "model.ckpt")
     assert not torch.equal(later.posterior.predictive(x).mean, expected)  # of the weights six epochs gave
-
-
-class _Validated(Module):
-    def validation_step(self, batch, index):
-        pass
-
-
-def test_checkpoints_without_one_are_named(tmp_path):
-    runner = trainer(tmp_path, max_epochs=1)
-    runner.fit(Module(), loader())
-    runner.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(CheckpointError, match="no posterior"):
-        load_posterior(tmp_path / "plain.ckpt", Module())
-    torch.save({"laplace_plus": Module()}, tmp_path / "pickled.ckpt")
-    with pytest.raises(CheckpointError, match="more than tensors"):
-        load_posterior(tmp_path / "pickled.ckpt", Module())
 
 
 def test_checkpoints_of_later_training_hold_no_stale_posterior(trained, tmp_path):

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, LabelError, NoGainWarning
+from laplace_plus.errors import ConfigurationError
 
 pytest.importorskip("sklearn", reason="needs the extra `sklearn`")
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
-from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import BayesianRidge, LinearRegression
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -131,19 +130,6 @@ def test_a_trained_module_is_taken_as_it_is():
     np.testing.assert_allclose(values.predict(x), expected)  # in the network's own units
 
 
-def test_what_is_no_network_is_refused():
-    x, y = IRIS
-    for own in (LaplaceClassifier("net"), LaplaceClassifier(lambda n, c: "net"), LaplaceClassifier(prefit=True)):
-        with pytest.raises(ConfigurationError, match="network"):
-            own.fit(x, y)
-    with pytest.raises(ConfigurationError, match="trained"):
-        LaplaceClassifier(LinearRegression()).fit(x, y)
-    with pytest.raises(LabelError, match="one class"):
-        LaplaceClassifier().fit(x, np.zeros(150))
-    with pytest.raises(NotFittedError):
-        LaplaceClassifier().predict(x)
-
-
 def test_skorch_nets_train_with_their_own_settings():
     skorch = pytest.importorskip("skorch", reason="needs skorch, of the extra `integrations`")
     x, y = IRIS
@@ -162,10 +148,3 @@ def test_skorch_nets_train_with_their_own_settings():
         LaplaceClassifier(clone(net), prefit=True).fit(x, y)
     values = skorch.NeuralNetRegressor(nn.Linear(4, 1), max_epochs=20, lr=0.1, verbose=0, train_split=None)
     assert LaplaceRegressor(values, random_state=0).fit(x, 100 * x[:, 0]).score(x, 100 * x[:, 0]) > 0.9
-
-
-def test_users_are_told_where_the_network_predicts():
-    x, y = IRIS
-    with pytest.warns(NoGainWarning):
-        own = LaplaceClassifier(epochs=400, weight_decay=0.0, random_state=0, posterior="Diagonal").fit(x[50:], y[50:])
-    assert own.posterior_.tuning.why

@@ -15,7 +15,6 @@ pytest.importorskip("torchmetrics", reason="needs the extra `torchmetrics`")
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import (
     BinaryAUROC,
-    BinaryCalibrationError,
     BinarySpecificityAtSensitivity,
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -58,20 +57,6 @@ def test_scores_of_classes_agree(classified):
     for c in range(n):
         own = metrics.ood_auroc(p[y != c, c], p[y == c, c])
         torch.testing.assert_close(own, one_against_others[c], check_dtype=False)
-
-
-def test_two_classes_by_one_output_agree():
-    torch.manual_seed(0)
-    x = torch.randn(200, 3).double()
-    y = (x[:, :1] + 0.5 * torch.randn(200, 1) > 0).double()
-    prediction = lp.Full(nn.Linear(3, 1).double(), "binary").fit([(x, y)]).predictive(x)
-    p, labels = prediction.mean[:, 0], y[:, 0].long()
-    both = torch.stack([1 - p, p], -1)
-    auroc = metrics.ood_auroc(p[labels == 0], p[labels == 1])
-    torch.testing.assert_close(auroc, BinaryAUROC()(p, labels), check_dtype=False)
-    # torchmetrics bins the probability of class one; ours that of the predicted class.
-    theirs = BinaryCalibrationError(n_bins=10, norm="l1")(torch.where(p > 0.5, p, 1 - p), (p > 0.5).long() == labels)
-    torch.testing.assert_close(metrics.expected_calibration_error(both, labels, 10), theirs, check_dtype=False)
 
 
 def test_scores_of_regression_agree():

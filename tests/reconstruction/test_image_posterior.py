@@ -314,20 +314,6 @@ def test_frozen_and_selected_parameters():
     assert torch.equal(frozen.variance(), selected.variance())
 
 
-def test_inputs_in_a_dictionary():
-    class Named(nn.Module):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def forward(self, image, scale):
-            return {"out": self.net(scale * image)}
-
-    net, z, matrix, y = problem()
-    posterior = ImagePosterior(Named(net), matrix, prior=PRIOR).fit({"image": z / 2, "scale": torch.tensor(2.0)}, y)
-    torch.testing.assert_close(posterior.variance(), ImagePosterior(net, matrix, prior=PRIOR).fit(z, y).variance())
-
-
 def test_a_linear_last_layer_behind_an_operator():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double()
@@ -417,14 +403,6 @@ def test_bad_arguments():
     with pytest.raises(ConfigurationError, match="optimum"):
         ImagePosterior(Net(), torch.eye(36), optimum="best")
     assert float(posterior.noise_std) == 0.3 and posterior.prior is PRIOR  # a failure changes nothing
-
-
-def test_progress(capsys):
-    posterior = fitted()
-    posterior.fit_prior(total_variation=0.1, progress=True)
-    posterior.variance(progress=True)
-    shown = capsys.readouterr().err
-    assert all(word in shown for word in ("Image prior", "Jacobian of the image"))
 
 
 @pytest.mark.gpu

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from benchmarks.study import evaluation, methods, report, run, training, uncertainty
+from benchmarks.study import evaluation, methods, report, run, training
 from benchmarks.study.cells import Results
 from benchmarks.study.methods import Task, best_of, least
 from benchmarks.study.sets import DataSet
@@ -59,15 +57,6 @@ def test_early_weights_are_those_of_least_validation_loss(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] <= losses[2]
     again = training.trained(tmp_path, network, {"epochs": 99}, data, 1, "stamp")  # from the folder
     assert again.seconds == long.seconds
-
-
-def test_training_that_diverges_says_so():
-    inputs, _ = clouds()
-    broken = DataSet(
-        "broken", 0, (inputs, inputs[:, :1] * 1e30), (inputs, inputs[:, :1]), (inputs, inputs[:, :1]), False, 1
-    )
-    with pytest.raises(NonFiniteError, match="broken: training diverged in epoch 1"):
-        training.train({"hidden": [4]}, {"epochs": 3, "optimizer": "sgd", "learning_rate": 1e9}, broken, 1)
 
 
 def test_risk_coverage_and_legacy_scores_by_hand():
@@ -122,22 +111,6 @@ def test_the_best_method_by_validation_is_that_of_least_loss_there():
     assert evaluation.nll(found.predict, task.validation) == pytest.approx(min(losses.values()))
 
 
-def test_a_posterior_may_be_fitted_at_the_precision_of_training():
-    data = data_set()
-    schedule = {"epochs": 30, "learning_rate": 0.05}
-    task = Task(data, training.train({"hidden": [4]}, schedule, data, 1), {"hidden": [4]}, 0.1)
-    row = {"method": "laplace", "posterior": "SampledLaplace", "n_samples": 2}
-    later, there = (
-        methods.run(task, {**row, "tuned_by": "training", **start}) for start in ({}, {"start": "training"})
-    )
-    assert there.tuning == later.tuning == {"by": "training", "prior_precision": pytest.approx(task.training_precision)}
-    assert evaluation.nll(there.predict, task.validation) == pytest.approx(
-        evaluation.nll(later.predict, task.validation), rel=1e-3
-    )
-    with pytest.raises(ConfigurationError, match="Unknown start"):
-        methods.run(task, {**row, "start": "astrology"})
-
-
 class Answers:
     """Some answers of a classifier, and how good its probabilities are said to be."""
 
@@ -172,25 +145,6 @@ def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
     assert least(task, [1.0, 2.0], at, name="factor")[0] == 1.0
 
 
-def test_if_all_candidates_lose_validation_accuracy_the_one_that_loses_least_is_taken():
-    data = data_set()
-    task = Task(
-        data, training.train({"hidden": [4]}, {"epochs": 30, "learning_rate": 0.05}, data, 1), {"hidden": [4]}, 0.0
-    )
-    targets = data.validation[1]
-    wrong = sum(int((task.model(x).argmax(-1) != y).sum()) for x, y in task.validation)
-
-    def at(more):
-        """So many more answers that are wrong, and so much better probabilities."""
-        answers = torch.nn.functional.one_hot(targets).double()
-        answers[: wrong + int(more)] *= -1
-        return lambda x: Answers(answers, more)
-
-    best, found = least(task, [3.0, 1.0, 2.0], at, name="factor", keep_accuracy=True)
-    assert best == 1.0 and found["fewer_correct"] == {"3": 3, "1": 1, "2": 2}
-    assert least(task, [3.0, 1.0, 2.0], at, name="factor")[0] == 3.0
-
-
 def rows_of(values, name="mine"):
     rows = []
     for label, numbers in values.items():
@@ -201,20 +155,6 @@ def rows_of(values, name="mine"):
                 row = {"set": name, "split": split, "method": label, "status": "failed", "error": "SamplingError: none"}
             rows.append(row)
     return rows
-
-
-def test_tables_show_differences_and_failures():
-    values = {"MAP": [1.0, 2.0], "MAP + temperature": [0.5, 1.0], "other": [0.75, None], "inf": [float("inf"), 1.0]}
-    table = report.Table(rows_of(values), ["MAP", "other"])
-    assert table.labels == ["MAP", "other", "MAP + temperature", "inf"]
-    assert table.scores("other", "nll", "MAP") == [-0.25]
-    page = table.markdown("mine")
-    assert "| MAP | 0.500 ± 0.000 | 1.500 ± 0.500 |  | +0.750 ± 0.250 |" in page
-    assert "other (1 of 2 splits, 1 failed) | 0.500 | 0.750 | -0.250 | +0.250 |" in page
-    table.rows[0]["tuning"] = table.rows[1]["tuning"] = {"failed_samples": 3}
-    assert "| MAP (without 6 samples that failed) |" in table.markdown("mine")
-    assert "- other, split 1: SamplingError: none" in page and "| inf | 0.500 ± 0.000 | inf" in page
-    assert len(table.picture("mine").axes) == 2
 
 
 def test_ranks_average_over_splits_and_sets():
@@ -258,88 +198,6 @@ def written(tmp_path, **changes):
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_stopped_and_writes_failures_down(tmp_path, capsys):
-    config, output = written(tmp_path), tmp_path / "out"
-    arguments = ["--data", str(tmp_path), "--output", str(output), "--config", str(config), "--workers", "2"]
-    arguments += ["--sets", str(tmp_path / "mine.csv"), "--no-progress"]
-    assert run.main(arguments) == 0
-    path = output / "study-mine.jsonl"
-    rows = {row["method"]: row for row in map(json.loads, path.read_text().splitlines())}
-    assert rows["MAP"]["status"] == rows["MAP + temperature"]["status"] == "done" and "numbers" not in rows
-    assert rows["broken"]["status"] == "failed" and "NoSuch" in rows["broken"]["error"]
-    page = (output / "study-mine.md").read_text()
-    assert "broken (0 of 1 splits, 1 failed)" in page and "NoSuch" in page
-    assert (output / "study-mine.png").exists() and "| MAP |" in (output / "study.md").read_text()
-
-    # A second run has nothing to do; a third, with a line cut off and failures retried, just that.
-    before = path.read_text()
-    assert run.main(arguments) == 0 and path.read_text() == before
-    lines = before.splitlines(keepends=True)
-    at = next(k for k, line in enumerate(lines) if '"MAP + temperature"' in line)
-    path.write_text("".join(lines[:at] + lines[at + 1 :]) + lines[at][:50])
-    capsys.readouterr()
-    assert run.main([*arguments, "--retry"]) == 0
-    said = capsys.readouterr().err
-    assert "MAP + temperature: NLL" in said and "broken: FAILED" in said and "mine 0 MAP: " not in said
-    again = {row["method"]: row for row in Results(output).rows("mine")}
-    assert again["MAP + temperature"]["scores"]["nll"] == rows["MAP + temperature"]["scores"]["nll"]
-
-
-@pytest.mark.slow
-def test_other_data_and_other_settings_are_run_anew_and_stay_out_of_tables(tmp_path, capsys):
-    config, output = written(tmp_path), tmp_path / "out"
-    arguments = ["--data", str(tmp_path), "--output", str(output), "--config", str(config), "--workers", "2"]
-    arguments += ["--sets", "mine", "--no-progress", "--methods", "MAP"]
-    assert run.main(arguments) == 0
-    before = Results(output).rows("mine")[0]
-    text = (tmp_path / "mine.csv").read_text()
-    (tmp_path / "mine.csv").write_text(text.replace(",1\n", ",a\n").replace(",0\n", ",1\n").replace(",a\n", ",0\n"))
-    capsys.readouterr()
-    assert run.main([*arguments, "--report"]) == 1
-    assert "1 results of other settings or data" in capsys.readouterr().err
-    assert run.main(arguments) == 0
-    after = Results(output).rows("mine")[0]
-    assert after["data"] != before["data"] and after["stamp"] == before["stamp"]
-    assert after["scores"]["nll"] != before["scores"]["nll"]
-    # trained anew, too: with the labels exchanged the old network would be far off
-    assert after["scores"]["nll"] < 2 * before["scores"]["nll"]
-    changed = written(tmp_path, default={**CONFIGURATION["default"], "training": {"epochs": 2}})
-    (tmp_path / "mine.csv").write_text(text)
-    assert run.main([*arguments[:5], str(changed), *arguments[6:], "--report"]) == 1
-
-
-def test_bad_arguments_end_before_anything_runs(tmp_path, capsys):
-    config = written(tmp_path)
-    common = ["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--config", str(config)]
-    assert run.main([*common, "--sets", "nowhere"]) == 1 and "no data set 'nowhere'" in capsys.readouterr().err
-    assert (
-        run.main([*common, "--sets", "mine", "--methods", "nothing"]) == 1 and "no such rows" in capsys.readouterr().err
-    )
-    assert run.main([*common, "--sets", "mine", "--methods", "numbers"]) == 1
-    assert "No row that was asked for" in capsys.readouterr().err
-    assert run.main([*common, "--sets", "mine", str(tmp_path / "mine.csv")]) == 1
-    assert "Two sets have the same name" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run.main([*common, "--sets", "mine", "--splits", "0"])
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "bad.yaml").write_text("rows: 1")
-    with pytest.raises(ConfigurationError, match="no configuration of the study"):
-        Settings.read(tmp_path / "bad.yaml")
-
-
-def test_sections_take_defaults_and_changes(tmp_path):
-    own = {"mine": {"training": {"weight_decay": 0.5}, "methods": {"broken": None, "MAP": {"n": 1}}}}
-    section = Settings.read(written(tmp_path, sets=own), quick=True).section("mine")
-    assert section.training == {"epochs": 1, "weight_decay": 0.5} and section.network == {"hidden": [4]}
-    assert "broken" not in section.methods and section.methods["MAP"] == {"method": "network", "n": 1}
-    other = Settings.read(written(tmp_path)).section("folder/mine.csv")
-    assert other.name == "mine" and other.source == {"data": "folder/mine.csv"} and other.stamp != section.stamp
-    own["mine"]["tranining"] = {}
-    with pytest.raises(ConfigurationError, match="unknown settings"):
-        Settings.read(written(tmp_path, sets=own)).section("mine")
-
-
-@pytest.mark.slow
 def test_the_quick_form_runs_all_methods(tmp_path):
     generator = np.random.default_rng(0)
     angle, label = generator.uniform(0, np.pi, 300), generator.integers(2, size=300)
@@ -363,28 +221,3 @@ def test_the_quick_form_runs_all_methods(tmp_path):
         assert not dead or "SelectionError: The curvature of all selected parameters is zero" in dead
         assert failed.keys() <= rough
         assert all("SamplingError: Not one sample could be drawn." in error for error in failed.values())
-
-
-def test_the_page_on_uncertainty_takes_medians_over_gaps_and_marks_rows_of_some_splits(tmp_path):
-    def cell(label, split, **scores):
-        return {"method": label, "split": split, "status": "done", "scores": scores, "tuning": {}, "warnings": []}
-
-    rows = [cell("MAP", k, nll=3.0 + 100 * (k == 2), crps=2.0) for k in range(3)]
-    rows += [cell("ensemble", k, nll=2.0 - k, crps=1.0 + k) for k in range(3)]
-    rows += [cell("SWAG", 0, nll=5.0, crps=3.0)]
-    (tmp_path / "study-boston_gap.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    images = [
-        cell("MAP", k, nll=1.0, aurc=0.002, ood_auroc_kmnist=0.8 + 0.1 * k, ood_auroc_notmnist=0.6) for k in (0, 1)
-    ]
-    (tmp_path / "study-mnist.jsonl").write_text("\n".join(map(json.dumps, images)))
-    labels = ["MAP", "ensemble", "SWAG"]
-    found = {column.title: column for column in uncertainty.columns(tmp_path, labels)}
-    assert found["gaps: NLL less MAP ↓"].values == {"MAP": 0.0, "ensemble": -2.0, "SWAG": 2.0}
-    assert found["gaps: CRPS by MAP's ↓"].values == {"MAP": 1.0, "ensemble": 1.0, "SWAG": 1.5}
-    assert found["gaps: rank ↓"].values == {"MAP": 2.0, "ensemble": 1.0}
-    assert found["elsewhere: AUROC, mnist ↑"].values == {"MAP": pytest.approx((0.85 + 0.6) / 2)}
-    assert found["withheld: mnist ↓"].values == {"MAP": pytest.approx(2.0)}
-    page = uncertainty.page(list(found.values()), labels)
-    assert "| SWAG |  | (2.000) | (1.500) |" in page and "tables ↓" not in page
-    panels = uncertainty.picture(list(found.values()), labels).axes
-    assert [panel.get_title() for panel in panels] == ["gaps:\nrank ↓"]

@@ -113,22 +113,6 @@ def test_the_number_of_examples_is_what_was_seen():
     assert result.n_data == result.posterior.n_data == 48
 
 
-def test_an_iterable_without_a_length():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(zip(x, y, strict=True))
-
-    x, y = linear_data(60)
-    streamed, listed = TwoLayers(), TwoLayers()
-    streamed.load_state_dict(listed.state_dict())
-    options = {"structure": "layerwise", "epochs": 20, "burn_in": 0}
-    result = train(streamed, torch.utils.data.DataLoader(Stream(), batch_size=60), "regression", **options)
-    same = train(listed, [(x, y)], "regression", **options)
-    assert result.n_data == 60
-    assert result.evidences == pytest.approx(same.evidences)
-    np.testing.assert_allclose(weights(streamed), weights(listed))
-
-
 @pytest.mark.slow
 def test_the_prior_counts_as_much_as_the_curvature_data_say():
     # Every example twice in training, as after augmentation, and once for the curvature: N is that of the curvature.

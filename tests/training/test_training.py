@@ -161,16 +161,6 @@ def test_modes_are_those_of_training_and_then_those_of_before():
     assert net[1].num_batches_tracked == 16
 
 
-def test_running_statistics_come_from_training_alone():
-    # The curvature is computed in evaluation mode: images of another mean leave the running statistics alone.
-    x, y = classes()
-    nets = [classifier(norm=True), classifier(norm=True)]
-    same = {"early_stopping": False, "burn_in": 3, "epochs": 4, "structure": "scalar"}
-    train(nets[0], [(x, y)], **same)
-    train(nets[1], [(x, y)], curvature_loader=[(x + 100, y)], **same)
-    assert torch.equal(nets[0][1].running_mean, nets[1][1].running_mean)
-
-
 def test_dropout_is_active_in_training_and_not_in_the_curvature():
     net = classifier(dropout=0.9)
     before = snapshot(net)
@@ -220,32 +210,6 @@ def test_schedulers_step_by_epochs_or_batches():
 
         train(classifier(), loader(*classes()), scheduler=lambda o, f=schedule: LambdaLR(o, f), schedule_by=by)
     assert rates == {"epoch": list(range(5)), "batch": list(range(17))}
-
-
-def test_mappings_and_networks_that_return_them():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, features):
-            return {"logits": self.layer(features)}
-
-    x, y = classes()
-    result = train(Named(), [{"features": x, "labels": y}])
-    assert result.n_data == 60
-
-
-def test_the_callers_no_grad_does_not_matter():
-    with torch.no_grad():
-        result = train(classifier(), [classes()])
-    assert len(result.updates) == 2
-
-
-def test_progress(capfd):
-    train(classifier(), [classes()], progress=True)
-    shown = capfd.readouterr().err
-    assert "marginal likelihood" in shown and "evidence=" in shown and "loss=" in shown
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -308,14 +272,6 @@ def test_data_that_cannot_be():
         train(classifier(), [(x, y.float())])
 
 
-def test_labels_are_looked_at_in_every_batch():
-    x, y = classes()
-    wrong = y.clone()
-    wrong[50] = 7
-    with pytest.raises(LabelError, match="out of range"):
-        train(classifier(), list(zip(x.split(20), wrong.split(20), strict=True)), curvature_loader=[(x, y)])
-
-
 # -- what is left when it fails ----------------------------------------------------------------------------------------
 
 
@@ -339,11 +295,6 @@ def test_a_loss_that_is_not_finite_is_named():
     with pytest.raises(NonFiniteError, match="epoch 3, by batch 2"):
         train(net, poisoned, curvature_loader=[(x, y)])
     assert net.training and all(parameter.grad is None for parameter in net.parameters())
-
-
-def test_weights_that_are_not_finite_are_noticed_before_the_next_epoch():
-    with pytest.raises(NonFiniteError, match="epoch 1, by batch 1"):
-        train(classifier(), [classes()], optimizer=torch.optim.SGD, optimizer_options={"lr": math.inf})
 
 
 def test_evidence_that_is_not_finite(monkeypatch):

@@ -132,14 +132,3 @@ def test_flipped_labels_stand_out():
     scores = self_influence(posterior)
     auroc = (scores[flipped][:, None] > scores[~flipped]).double().mean()
     assert auroc > 0.85
-
-
-def test_bad_input_is_refused():
-    posterior, x, y = linear_problem()
-    for options in ({"method": "exact"}, {"of": "size"}, {"of": lambda f, _: f}, {"top": 0}):
-        with pytest.raises(lp.errors.ConfigurationError):
-            influence(posterior, [(x, y)], **options)
-    with pytest.raises(lp.errors.UnsupportedError):
-        self_influence([torch.nn.Linear(1, 1)])
-    with pytest.raises(lp.errors.NotFittedError):
-        influence(lp.Full(posterior.model, "regression"), [(x, y)])

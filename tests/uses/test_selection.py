@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 import laplace_plus as lp
@@ -133,13 +132,3 @@ def test_parts_of_a_pool_change_nothing(monkeypatch):
     expected = select(posterior, pool, 4)
     monkeypatch.setattr(selection, "_ENTRIES", 3 * posterior.n_parameters)
     torch.testing.assert_close(select(posterior, pool, 4), expected)
-
-
-def test_bad_input_is_refused():
-    posterior, pool = problem()
-    with pytest.raises(lp.errors.ConfigurationError, match="So many"):
-        select(posterior, pool, 16)
-    with pytest.raises(lp.errors.ConfigurationError):
-        select(posterior, pool, 2, method="best")
-    with pytest.raises(lp.errors.NotFittedError):
-        select(lp.Full(posterior.model, "regression"), pool, 2)
