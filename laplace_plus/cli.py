@@ -21,7 +21,7 @@ from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError, LaplacePlusError
 from laplace_plus.experiments.predict import predict
 from laplace_plus.experiments.run import run, wrap
-from laplace_plus.experiments.settings import PredictSettings, RunSettings, WrapSettings, require_device, user_modules
+from laplace_plus.experiments.settings import PredictSettings, RunSettings, WrapSettings, user_modules
 
 COMMANDS: dict[str, tuple[type[Any], Callable[..., None], str]] = {
     "run": (RunSettings, run, "train, wrap, tune, evaluate and report: the digits demonstration"),
@@ -76,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ArgumentError, TypeError) as error:
             what, name = " ".join(str(error).split()).rstrip("."), f"laplace-plus {command}".strip()
             raise ConfigurationError(f"{what}.", fix=f"{_nearest(what, command)}See `{name} --help`") from error
-        require_device(chosen.device)
         settings_class, function, _ = COMMANDS[parsed.command]
         # Instances are kept as they are: only the top level of the namespace is taken apart.
         settings = settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})

@@ -471,7 +471,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["run", "--data.train_fraction", "1.0"], "data.train_fraction"),
         (["run", "--data.held_out_classes", "[10]"], "held_out_classes"),
         (["run", "--posteriors", "[]"], "posteriors is empty"),
-        (["run", "--device", "nonsense"], "device"),
         (["wrap"], "model"),
     ],
 )
@@ -511,7 +510,7 @@ class Surprise:
         return pytest.fail, ("the checkpoint was unpickled",)
 
 
-@pytest.mark.parametrize("kind", ["pickle", "garbage", "another network", "garbage as safetensors"])
+@pytest.mark.parametrize("kind", ["pickle", "garbage", "garbage as safetensors"])
 def test_checkpoints_that_are_refused(
     kind: str, write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -519,12 +518,8 @@ def test_checkpoints_that_are_refused(
     checkpoint = tmp_path / ("weights.safetensors" if kind.endswith("safetensors") else "weights.pt")
     if kind == "pickle":
         torch.save({"0.weight": Surprise()}, checkpoint)
-    elif kind == "another network":
-        torch.save(nn.Linear(2, 2).state_dict(), checkpoint)
     else:
         checkpoint.write_bytes(b"not weights at all")
     config = wrap_config("wrapped_checkpoint", tmp_path / "out", checkpoint=str(checkpoint))
     message = refused(["wrap", write("wrap.yaml", config)], capsys)
     assert str(checkpoint) in message
-    if kind == "another network":
-        assert '"2.weight"' in message

@@ -145,11 +145,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
             expected="a state dict, as safetensors (*.safetensors) or as saved by torch.save",
             got=str(path) if path.is_file() else f"no file at {path}",
         ) from error
-    try:
-        model.load_state_dict(weights)
-    except (RuntimeError, TypeError) as error:
-        got = " ".join(f"{path}: {error}".split()).rstrip(" .")
-        raise ConfigurationError("The checkpoint's weights are not this network's.", got=got) from error
+    model.load_state_dict(weights)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------

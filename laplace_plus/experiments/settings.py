@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 
 from laplace_plus.errors import ConfigurationError, unknown_option
@@ -166,16 +165,6 @@ class PredictSettings:
     device: str = "cpu"
 
 
-def require_device(name: str) -> None:
-    """Raise `ConfigurationError` unless this machine has the device."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch raises either, depending on how it was built
-        raise ConfigurationError(
-            "The device cannot be used.", expected="cpu, or an accelerator of this machine", got=name
-        ) from error
-
-
 @dataclass(frozen=True)
 class PosteriorSettings:
     """One posterior to fit, tune and evaluate.
@@ -232,10 +221,6 @@ def _read_posterior(entry: dict[str, Any]) -> PosteriorSettings:
     label = str(entry.pop("label", name.rpartition(":")[2]))
     tune, predict = entry.pop("tune", {}), entry.pop("predict", {})
     tune = {} if tune is True or tune is None else tune
-    for key, value in (("tune", tune or {}), ("predict", predict)):
-        if not isinstance(value, Mapping):
-            what = f"{key} of {label} is not a mapping."
-            raise ConfigurationError(what, expected="`key: value` pairs", got=str(value))
     call(partial(inspect.signature(posterior_class).bind, None, None), entry, what=name)
     known = inspect.signature(posterior_class.predictive).parameters
     for key in predict.keys() - known.keys():  # before a fit
@@ -273,10 +258,7 @@ def load_object(name: str) -> Any:
 
 def make(name: str, keywords: Mapping[str, Any]) -> Any:
     """Call the function that `module:function` names; errors as :func:`load_object` and :func:`call`."""
-    function = load_object(name)
-    if not callable(function):
-        raise ConfigurationError(f"{name} cannot be called.", expected="a function", got=type(function).__name__)
-    return call(function, keywords, what=name)
+    return call(load_object(name), keywords, what=name)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from linear_operator import to_linear_operator
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.integrations.training import Standardised, train
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -59,7 +60,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
 
     Raises:
         UnsupportedError: ``train_Yvar``.
-        ConfigurationError: Data of other shapes, or a module that is none.
+        ConfigurationError: Data of other shapes.
     """
 
     likelihood = None  # which `fantasize` looks at
@@ -87,9 +88,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
         m = train_Y.shape[-1]
         if train_Yvar is not None:
             raise UnsupportedError("Observed noise is not supported.", expected="train_Yvar=None", got="train_Yvar")
-        if train_X.ndim != 2 or train_Y.ndim != 2 or len(train_X) != len(train_Y):
-            got = f"{list(train_X.shape)} and {list(train_Y.shape)}"
-            raise ConfigurationError("The data are no table.", expected="train_X [n, d], train_Y [n, m]", got=got)
+        checks.shape("train_Y", train_Y, [*checks.shape("train_X", train_X, [None, None]).shape[:1], None])
         self._take(input_transform, Standardize(m) if outcome_transform == "standardize" else outcome_transform)
         self.to(train_X)
         with torch.no_grad():
@@ -237,11 +236,7 @@ def _network(module: Any, X: Tensor, m: int) -> nn.Module:
     if module is None:
         layers = Standardised(X), nn.Linear(d, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, m)
         return nn.Sequential(*layers).to(X)
-    network = copy.deepcopy(module) if isinstance(module, nn.Module) else module(d, m) if callable(module) else None
-    if not isinstance(network, nn.Module):
-        expected = "an nn.Module, or a function (d, m) -> nn.Module"
-        raise ConfigurationError("The module makes no network.", expected=expected, got=repr(module))
-    return network
+    return copy.deepcopy(module) if isinstance(module, nn.Module) else module(d, m)
 
 
 def _cat(first: Tensor, second: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections.abc import Iterable
 from dataclasses import fields
@@ -11,9 +10,9 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_plus.errors import CheckpointError, ConfigurationError, NotFittedError, UnsupportedError
+from laplace_plus.errors import CheckpointError, NotFittedError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
 from laplace_plus.network.batches import TARGET_KEYS, split
 from laplace_plus.posteriors import Posterior, load
@@ -45,7 +44,7 @@ class LaplaceCallback(Callback):
 
     Raises:
         UnsupportedError: A trainer of several processes.
-        ConfigurationError: The module has no such submodule, or the trainer several loaders.
+        AttributeError: The module has no such submodule.
     """
 
     def __init__(
@@ -75,13 +74,10 @@ class LaplaceCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit and tune."""
         data = trainer.train_dataloader if self._data is None else self._data
-        if isinstance(data, (dict, list, tuple)) and self._data is None:
-            fix = "Pass LaplaceCallback(data=...)."
-            raise ConfigurationError("The trainer has several loaders.", expected="one", got=f"{len(data)}", fix=fix)
         cls, likelihood, options = self._arguments
         optimizers = trainer.optimizers
         decay = known_decay(optimizers[0]) if len(optimizers) == 1 else None
-        network = submodule(pl_module, self._network)
+        network = pl_module.get_submodule(self._network)
         with torch.random.fork_rng():
             self.posterior = fitted(cls, network, likelihood, data, decay, generator=self._generator, **options)
 
@@ -139,14 +135,11 @@ def load_posterior(path: str | Path, module: LightningModule) -> Any:
     """The posterior of a checkpoint, on a module with that checkpoint's weights; nothing is unpickled.
 
     Raises:
-        CheckpointError: There is none in it; it holds objects that only unpickling would restore, such as
-            hyperparameters of classes of your own; or the module has other weights.
+        CheckpointError: There is none in it, or the module has other weights.
+        UnpicklingError: It holds objects that only unpickling would restore, such as hyperparameters of classes of your
+            own: save the posterior itself.
     """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        what, fix = "The checkpoint holds more than tensors.", "Save the posterior itself: posterior.save(folder)."
-        raise CheckpointError(what, got=str(error).splitlines()[0], fix=fix) from error
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if KEY not in checkpoint:
         fix = "Save the checkpoint after training: trainer.save_checkpoint(path)."
         raise CheckpointError("The checkpoint has no posterior.", expected=f"an entry {KEY!r}", fix=fix)
@@ -157,13 +150,4 @@ def _restored(entry: dict[str, Any], module: LightningModule) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         content: Tensor = entry["file"].cpu()
         (Path(folder) / KEY).write_bytes(content.numpy().tobytes())
-        return load(Path(folder) / KEY, submodule(module, entry["network"]))
-
-
-def submodule(module: nn.Module, name: str) -> nn.Module:
-    """A submodule by its name; ConfigurationError if there is none."""
-    try:
-        return module.get_submodule(name)
-    except AttributeError as error:
-        known = ", ".join(name for name, _ in module.named_children())
-        raise ConfigurationError("The module has no such network.", expected=known, got=repr(name)) from error
+        return load(Path(folder) / KEY, module.get_submodule(entry["network"]))

@@ -19,7 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from laplace_plus.errors import ConfigurationError, LabelError
+from laplace_plus.errors import LabelError
 from laplace_plus.integrations.training import fitted, known_decay, train
 from laplace_plus.likelihoods.gaussian import Gaussian
 from laplace_plus.posteriors import Posterior
@@ -118,29 +118,20 @@ class LaplaceEstimator(BaseEstimator):
         return self
 
     def _module(self, n_features: int, n_outputs: int) -> nn.Module:
-        expected = "an nn.Module, a function (n_features, n_outputs) -> nn.Module, or a skorch net"
         module: Any = self.module
-        if self.prefit and not isinstance(module, nn.Module):
-            what, fix = "There is no trained network.", "Pass the trained module, or prefit=False."
-            raise ConfigurationError(what, expected="an nn.Module or a fitted skorch net", got=repr(module), fix=fix)
+        if self.prefit:
+            return module
         if module is None:
             layers = nn.Linear(n_features, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, n_outputs)
             module = nn.Sequential(*layers).double()
-        elif isinstance(module, nn.Module):
-            module = module if self.prefit else copy.deepcopy(module)
-        elif callable(module):
-            module = module(n_features, n_outputs)
-        if not isinstance(module, nn.Module):
-            raise ConfigurationError("This makes no network.", expected=expected, got=repr(self.module))
-        return module if self.device is None or self.prefit else module.to(self.device)
+        else:
+            module = copy.deepcopy(module) if isinstance(module, nn.Module) else module(n_features, n_outputs)
+        return module if self.device is None else module.to(self.device)
 
     def _skorch(self, net: Any, X: Array, y: Array) -> Any:
         """A fitted skorch net: the one that was given, or a copy of it."""
         if not self.prefit:
             net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
-        if not isinstance(getattr(net, "module_", None), nn.Module):
-            what, fix = "This estimator has no trained network.", "Fit the skorch net first, or pass prefit=False."
-            raise ConfigurationError(what, expected="a skorch net", got=repr(net), fix=fix)
         return net
 
 
@@ -150,7 +141,6 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     Arguments and attributes are those of :class:`LaplaceEstimator`, and ``classes_``: the labels, in ascending order.
 
     Raises:
-        ConfigurationError: A module that is none, or none that is trained.
         LabelError: Fewer than two classes.
 
     Example:

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus import checks
+from laplace_plus.errors import DataError, UnsupportedError
 
 __all__ = ["GraphLoader", "GraphNetwork"]
 
@@ -37,8 +38,7 @@ class GraphNetwork(nn.Module):
 
     def __init__(self, model: nn.Module, level: Literal["node", "graph"] = "node"):
         super().__init__()
-        if level not in ("node", "graph"):
-            raise ConfigurationError("Unknown level.", expected='"node" or "graph"', got=repr(level))
+        checks.choice("level", level, ("node", "graph"))
         cached = [name for name, module in model.named_modules() if getattr(module, "cached", False) is True]
         if cached:
             what, fix = f"Layer {cached[0]!r} keeps the graph of an earlier call.", "Make it with cached=False."
@@ -64,12 +64,9 @@ class GraphNetwork(nn.Module):
         """What ``predictive`` takes for one graph, or for some of its nodes, by the name of a mask.
 
         Raises:
-            DataError: Not one graph, or one without such a mask.
-            UnsupportedError: Graphs of several kinds of nodes, or with sampled neighbours.
+            DataError: Not one graph.
+            UnsupportedError: Graphs with sampled neighbours.
         """
-        if not isinstance(data, Data):
-            what, fix = "This is no graph of one kind of nodes.", "Convert it: data.to_homogeneous()."
-            raise UnsupportedError(what, expected="torch_geometric.data.Data", got=type(data).__name__, fix=fix)
         if "n_id" in data:
             what, fix = "The batch has sampled neighbours, others in each pass.", "Pass the whole graph: [data]."
             raise UnsupportedError(what, expected="whole graphs", got="a batch of a neighbour loader", fix=fix)
@@ -77,8 +74,6 @@ class GraphNetwork(nn.Module):
             fix = "Pass them one by one: batch.to_data_list()."
             raise DataError("These are several graphs.", expected="one", got=f"{data.num_graphs}", fix=fix)
         given = {name: value for name, value in data.to_dict().items() if isinstance(value, Tensor) and name != TARGET}
-        if mask is not None and mask not in given:
-            raise DataError("The graph has no such mask.", expected=", ".join(given), got=repr(mask))
         names = given.keys() if self._names is None else self._names
         wanted = [name for name in names if name in given and name not in ("batch", "ptr", mask)]
         found = {name: given[name].unsqueeze(0) for name in wanted if not name.endswith("_mask")}
@@ -94,13 +89,10 @@ class GraphLoader:
         mask: For nodes, the name of the mask of those to be counted, such as ``"train_mask"``; None for all.
 
     Raises:
-        ConfigurationError: A mask where each graph has one target.
         DataError: While iterating: graphs without targets, or not one for each node or graph.
     """
 
     def __init__(self, data: Data | Iterable[Data], network: GraphNetwork, mask: str | None = None):
-        if mask is not None and network.level == "graph":
-            raise ConfigurationError("Masks choose nodes.", expected='mask=None for level="graph"', got=repr(mask))
         self.data: Iterable[Any] = [data] if isinstance(data, Data) else data
         self.network, self.mask = network, mask
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from laplace_plus.applications.through import Through, through
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import call, output_tensor
@@ -112,12 +112,7 @@ def predict_texts(posterior: Posterior, tokenizer: Any, texts: Sequence[str], **
         tokenizer: Its tokenizer.
         texts: B texts.
         **options: Of the tokenizer; by default ``padding=True`` and ``truncation=True``.
-
-    Raises:
-        ConfigurationError: One text in place of a list of them.
     """
-    if isinstance(texts, str):
-        raise ConfigurationError("The texts are one text.", expected="a list of texts", got=repr(texts[:40]))
     options = {"padding": True, "truncation": True, **options}
     return posterior.predictive(dict(tokenizer(list(texts), return_tensors="pt", **options)))
 

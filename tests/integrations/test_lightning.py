@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_plus as lp
-from laplace_plus.errors import CheckpointError, ConfigurationError, NotFittedError
+from laplace_plus.errors import CheckpointError, NotFittedError
 
 pytest.importorskip("lightning", reason="needs the extra `lightning`")
 import lightning
@@ -145,14 +145,3 @@ def test_a_submodule_and_other_data(tmp_path):
 def test_what_cannot_be_fitted_is_refused(tmp_path):
     with pytest.raises(NotFittedError):
         LaplaceCallback("classification").predictor()
-    with pytest.raises(ConfigurationError, match="no such network"):
-        trainer(tmp_path, LaplaceCallback("classification", network="head"), max_epochs=1).fit(Module(), loader())
-
-    class Several(Module):
-        def training_step(self, batch, index):
-            return super().training_step(batch["a"], index)
-
-    with pytest.raises(ConfigurationError, match="several loaders"):
-        trainer(tmp_path, LaplaceCallback("classification"), max_epochs=1).fit(
-            Several(), {"a": loader(), "b": loader()}
-        )

@@ -10,7 +10,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 
 pytest.importorskip("torch_geometric", reason="needs the extra `graphs`")
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, Linear, global_mean_pool
 from torch_geometric.utils import to_dense_adj
@@ -166,12 +166,6 @@ def test_what_is_no_graph_is_refused():
     network, data = GraphNetwork(GCN().double()), graph()
     with pytest.raises(ConfigurationError, match="level"):
         GraphNetwork(network.model, "edge")
-    with pytest.raises(ConfigurationError, match="nodes"):
-        GraphLoader(data, GraphNetwork(network.model, "graph"), "train_mask")
-    with pytest.raises(DataError, match="mask"):
-        network.inputs(data, "test_mask")
-    with pytest.raises(UnsupportedError, match="to_homogeneous"):
-        network.inputs(HeteroData())
     sampled = data.clone()
     sampled.n_id = torch.arange(12)
     with pytest.raises(UnsupportedError, match="sampled"):
