@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.curvature.accumulation import MASK_KEY
@@ -45,7 +45,6 @@ def through(posterior: Posterior, function: Callable[..., Any], likelihood: Any 
 
     Raises:
         NotFittedError: Before :meth:`fit`.
-        SelectionError: A module that shares no weights with the model.
 
     Example:
         >>> import laplace_plus as lp
@@ -83,8 +82,6 @@ class Through:
 
     def __init__(self, posterior: Posterior, function: Callable[..., Any], likelihood: Any = None):
         posterior.require_fit()
-        if isinstance(function, nn.Module):
-            _require_part(posterior.network.model, function)
         self.posterior, self.function = posterior, function
         self.likelihood: Likelihood | None = None if likelihood is None else resolve_likelihood(likelihood)
         self._network: Any = None
@@ -175,11 +172,3 @@ def _dependent_outputs(view: Any, x: Any) -> int:
         expected, fix = "a function that calls the posterior's own model", "Call the wrapped model, not a copy."
         raise SelectionError("These outputs do not depend on the posterior's weights.", expected=expected, fix=fix)
     return outputs.shape[-1]
-
-
-def _require_part(model: nn.Module, module: nn.Module) -> None:
-    """Raise :class:`SelectionError` for a module with parameters of which none is the model's."""
-    known = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in known for parameter in module.parameters()):
-        expected, got = "the wrapped model, or a module within it", type(module).__name__
-        raise SelectionError("This module shares no weights with the posterior's model.", expected=expected, got=got)

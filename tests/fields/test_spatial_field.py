@@ -339,7 +339,6 @@ def test_saved_with_a_renderer(structure, tmp_path):
         {"box": "unit"},
         {"resolution": 0},
         {"structure": "full"},
-        {"render": 3},
         {"parameters": "last_layer"},
         {"prior_mean": 1.0},
         {"backend": lp.Native("hessian")},
@@ -348,8 +347,6 @@ def test_saved_with_a_renderer(structure, tmp_path):
 def test_bad_arguments(options):
     with pytest.raises(lp.errors.ConfigurationError):
         lp.SpatialField(nn.Linear(1, 1), "regression", **{"box": [[0.0], [1.0]], "resolution": 2, **options})
-    with pytest.raises(lp.errors.ConfigurationError):
-        lp.SpatialField(lambda x: x, "regression", box=[[0.0], [1.0]])
 
 
 def test_bad_data():

@@ -125,8 +125,6 @@ def test_what_cannot_be_looked_through_is_named(model):
     posterior = lp.KFAC(model, "regression").fit([(x, y)])
     with pytest.raises(SelectionError, match="do not depend on the posterior's weights"):
         lp.through(posterior, lambda x: other(x)).functional_posterior(x)
-    with pytest.raises(SelectionError, match="shares no weights"):
-        lp.through(posterior, other)
     with pytest.raises(ConfigurationError, match="needs a likelihood"):
         lp.through(posterior, model).predictive(x)
     view = lp.through(posterior, model, "regression")

@@ -14,15 +14,14 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.applications.fields.displaced import Displaced, Render, rows
 from laplace_plus.applications.fields.grid import Grid
-from laplace_plus.curvature import Backend, Curvature, Layout, Native, Structure
+from laplace_plus.curvature import Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size, describe
 from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
-from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.predictive.linearized import FunctionalPosterior
@@ -76,8 +75,8 @@ class SpatialField(GaussianPosterior):
         paper_scale: Whether queries of points (:meth:`std`, ...) are on the authors' scale,
             ``Σ_v = 1 / (H_v / R + 1e-4 / G^d)`` at unit noise, R rays; predictions and evidence are not.
         prior_precision: By default that of a standard deviation of one cell's longest edge, beyond which D may fold.
-        parameters, prior_mean, backend: Only ``"all"``, 0 and ``"native"`` with the exact Gauss-Newton curvature.
-        temperature, memory_budget: As for :class:`Posterior`.
+        **common: As for :class:`Posterior`; of ``parameters``, ``prior_mean`` and ``backend`` only ``"all"``, 0 and
+            ``"native"`` with the exact Gauss-Newton curvature.
 
     Raises:
         ConfigurationError: Another box, structure, renderer, selection, prior mean or backend.
@@ -105,29 +104,26 @@ class SpatialField(GaussianPosterior):
         render: Render | None = None,
         structure: Literal["diagonal", "block"] = "diagonal",
         paper_scale: bool = False,
-        parameters: Selection = "all",
         prior_precision: float | Tensor | None = None,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
+        **common: Any,
     ):
         render = _missing if isinstance(render, str) else render  # loaded
         checks.choice("structure", structure, ("diagonal", "block"))
-        _require(isinstance(model, nn.Module), "model", "a trained torch.nn.Module", model)
-        _require(render is None or callable(render), "render", "render(rays, displace) -> [R, C]", render)
-        _require(str(parameters) in ("all", f"['{PARAMETER}']"), "parameters", '"all": displacements', parameters)
+        selection = common.pop("parameters", "all")
         self.grid, self.structure, self.paper_scale = Grid.of(box, resolution), Vertices(structure), bool(paper_scale)
         if prior_precision is None:
             edges = (high - low for low, high in zip(self.grid.lower, self.grid.upper, strict=True))
             prior_precision = (resolution / max(edges)) ** 2
-        common = {**common_arguments(locals()), "parameters": [PARAMETER]}
-        refuse_unsuitable(unwrap(model))
-        super().__init__(Displaced(unwrap(model), self.grid, render), likelihood, **common)
+        inner = unwrap(model)
+        refuse_unsuitable(inner)
+        common |= {"parameters": [PARAMETER], "prior_precision": prior_precision}
+        super().__init__(Displaced(inner, self.grid, render), likelihood, **common)
         self.model = self.field.model
         self.options["render"] = render and "missing"  # functions are not stored
-        _require(not self.prior_mean.any(), "prior_mean", "0, as the trained field is not displaced", prior_mean)
-        _require(self.backend.config() == Native().config(), "backend", '"native", the exact Gauss-Newton', backend)
+        is_plain = self.backend.config() == Native().config() and not self.prior_mean.any()
+        if str(selection) not in ("all", f"['{PARAMETER}']") or not is_plain:
+            expected = 'parameters="all", prior_mean=0 and backend="native" with the exact Gauss-Newton curvature'
+            raise ConfigurationError("A spatial field takes no other arguments.", expected=expected)
 
     @property
     def field(self) -> Displaced:
@@ -347,8 +343,3 @@ def _missing(rays: Any, displace: Any) -> Any:
     """In place of a renderer, which is not stored."""
     fix = "Set posterior.field.render to the function that it was fitted with."
     raise ConfigurationError("This posterior was loaded without its renderer.", fix=fix)
-
-
-def _require(holds: Any, name: str, expected: str, got: Any) -> None:
-    if not holds:
-        raise ConfigurationError(f"SpatialField takes another {name}.", expected=expected, got=repr(got))

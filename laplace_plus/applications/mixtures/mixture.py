@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -31,17 +31,6 @@ _NEARLY_ALL = 0.99
 
 _TOLERANCE, _MOST = 1e-10, 10_000
 """Of the weights by held-out data: change of the mean log-probability in nats, and steps."""
-
-
-class Member(Protocol):
-    """What a mixture takes: a posterior, fitted and tuned, or anything else that predicts."""
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """How targets are distributed."""
-
-    def predictive(self, x: Any, **options: Any) -> Prediction:
-        """The predictive distribution."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,7 +145,7 @@ class Mixture:
     """
 
     def __init__(
-        self, members: Iterable[Member], weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform"
+        self, members: Iterable[Any], weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform"
     ):
         self.members = tuple(members)
         kinds = {type(member.likelihood).__name__ for member in self.members}
