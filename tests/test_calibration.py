@@ -132,16 +132,6 @@ def test_it_helps_on_new_data():
         assert -float(prediction.log_prob(y).mean()) < plain - 0.1
 
 
-def test_the_precision_of_training_said_in_three_ways():
-    posterior, x, _ = overconfident()
-    one = lp.calibrate(posterior, weight_decay=1e-3)
-    two = lp.calibrate(posterior, training_prior_precision=0.06)
-    three = lp.calibrate(posterior, training_prior_precision=torch.tensor([0.06, 0.06], dtype=torch.float64))
-    for other in (two, three):
-        assert other.covariance_scale == pytest.approx(one.covariance_scale, abs=1e-6)
-        torch.testing.assert_close(other.predictive(x).mean, one.predictive(x).mean)
-
-
 def test_weight_decay_of_several_binary_outputs():
     """torch's mean loss is then over examples and outputs."""
     torch.manual_seed(0)
@@ -265,17 +255,6 @@ def test_unknown_choices(options):
     posterior, _, _ = overconfident()
     with pytest.raises(ConfigurationError):
         lp.calibrate(posterior, **options)
-
-
-@pytest.mark.parametrize("link", ["probit", "mc"])
-def test_only_links_that_sample_use_random_numbers(link):
-    posterior, _, _ = overconfident()
-    state = torch.get_rng_state()
-    lp.calibrate(posterior, weight_decay=1e-3, link=link)
-    assert torch.equal(state, torch.get_rng_state()) == (link == "probit")
-    state = torch.get_rng_state()
-    lp.calibrate(posterior, weight_decay=1e-3, link=link, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_no_classifier_and_no_gaussian():

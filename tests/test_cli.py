@@ -99,27 +99,6 @@ def test_run_reports_what_its_own_files_give(run_digits: Callable, capsys: pytes
     assert values(report, "MAP")["ood_auroc"] == [pytest.approx(auroc, abs=1e-4)]
 
 
-@pytest.mark.slow
-def test_run_repeats_itself_and_options_win_over_the_file(run_digits: Callable) -> None:
-    options = ("--seeds", "2", "--training.epochs", "1", "--posteriors", "[{class: Diagonal, tune: false}]")
-    _, first, _ = run_digits(*options, folder="first")
-    _, again, _ = run_digits(*options, folder="again")
-    assert first["configuration"]["training"] == {
-        "epochs": 1,
-        "batch_size": 64,
-        "learning_rate": 0.01,
-        "weight_decay": 1e-4,
-    }
-    assert first["seeds"] == [0, 1]
-    for method in ("MAP", "Diagonal"):
-        assert values(first, method) == values(again, method)
-        accuracy = first["methods"][method]["metrics"]["accuracy"]
-        one, two = accuracy["values"]
-        assert accuracy["mean"] == pytest.approx((one + two) / 2)
-        assert accuracy["standard_error"] == pytest.approx(abs(one - two) / 2)
-    assert "tune" not in first["methods"]["Diagonal"]["seconds"][0]
-
-
 # -- wrap --------------------------------------------------------------------------------------------------------------
 
 CLASSIFIER = """

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import laplace_plus as lp
 from laplace_plus.applications import conformal
@@ -208,18 +207,6 @@ def test_what_cannot_be_conformal_is_refused(tmp_path):
     several = lp.KFAC(net, "binary").fit([(x, (x > 0).double())])
     with pytest.raises(UnsupportedError, match="binary"):
         lp.conformalize(several, [(x, (x > 0).double())])
-
-
-def test_tokens_and_single_logits():
-    torch.manual_seed(0)
-    net = nn.Linear(3, 4)
-    x, y = torch.randn(6, 5, 3), torch.randint(0, 4, (6, 5))
-    y[0, 2] = -100
-    made = lp.conformalize(lp.KFAC(net, "classification").fit([(x, y)]), [(x, y)])
-    assert made.predict_set(x).shape == (6, 5, 4)
-    binary = lp.KFAC(nn.Linear(3, 1), "binary").fit([(x[:, 0], y[:, 0] % 2)])
-    sets = lp.conformalize(binary, [(x[:, 0], y[:, 0] % 2)], level=0.5).predict_set(x[:, 0])
-    assert_close(sets, binary.predict_proba(x[:, 0]) >= binary.predict_proba(x[:, 0])[sets].min())
 
 
 def test_a_copy_has_a_posterior_of_its_own():

@@ -232,48 +232,6 @@ def test_model_stays_in_training_mode_with_its_statistics():
     assert all(bool((buffers[name] == buffer).all()) for name, buffer in net.named_buffers())
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-def test_low_precision_solves_in_float32(dtype, within):
-    net, x, _ = periodic_problem()
-    wide = copy.deepcopy(net)
-    net.to(dtype)
-    gradients = []
-    for one, kind in ((wide, torch.float32), (net, dtype)):
-        one(x.to(kind)).square().mean().backward()
-        hard = value(torch.tensor([[0.0], [2.0]], dtype=kind), torch.ones(2, 1, dtype=kind))
-        optimizer = NullSpaceOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), hard, one)
-        optimizer.step()
-        assert all(p.grad.dtype == kind for p in one.parameters())
-        gradients.append(flat(one, lambda p: p.grad).float())
-    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < within
-
-
-def test_dictionaries_and_drawn_points():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, a, b):
-            return self.net(a) + b
-
-    net = Named()
-    generator = torch.Generator().manual_seed(0)
-
-    def points():
-        return {name: torch.randn(4, 1, generator=generator, dtype=torch.float64) for name in "ab"}
-
-    def constraint(model, batch):
-        return model(batch) - model({**batch, "a": batch["a"] + 1})
-
-    optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), constraint, net, points, rate=1.0)
-    seen = set()
-    for _ in range(3):
-        optimizer.step()
-        seen.add(optimizer.last.violation)
-    assert len(seen) == 3
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,8 @@
 """Sparsity on a schedule against the solver, and its masks."""
 
-import copy
-
 import pytest
 import torch
-from constraints.networks import flat, mlp, periodic_problem, train
+from constraints.networks import flat, mlp
 from torch import nn
 
 from laplace_plus.applications.constraints import NullSpaceOptimizer, Sparse, project
@@ -62,21 +60,3 @@ def test_ties_and_saliency():
         project(net, Sparse(0.5, saliency=lambda parameters: {"weight": scores[0]}))
     with pytest.raises(ConfigurationError, match="trained parameter"):
         project(nn.Linear(3, 3), Sparse({"weight": scores < 8}))
-
-
-def test_masks_resume():
-    def run(pause):
-        net, x, _ = periodic_problem()
-        sparse = Sparse(0.5, steps=4, every=3)
-        optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), sparse, net, rate=1.0)
-        train(net, optimizer, x, 4)
-        if pause:
-            state = copy.deepcopy(optimizer.state_dict())
-            sparse = Sparse(0.5, steps=4, every=3)
-            optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), sparse, net, rate=1.0)
-            optimizer.load_state_dict(state)
-        return train(net, optimizer, x, 4), sparse
-
-    (straight, first), (paused, second) = run(False), run(True)
-    assert bool((straight == paused).all())
-    assert all(bool((first.masks[name] == mask).all()) for name, mask in second.masks.items())

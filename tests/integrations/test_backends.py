@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backpack import backpack, extend
-from backpack.context import CTX
-from backpack.extensions import BatchGrad
 from problems import whole_tensors
 from torch import nn
 
@@ -223,29 +220,6 @@ def test_selections(backend, structure, selection):
     model, inputs = mlp(n_outputs), torch.randn(N, 4)
     mine = compute(BACKENDS[backend](), model, likelihood, inputs, targets, structure, selection)
     assert_same(mine, compute(Native(), model, likelihood, inputs, targets, structure, selection))
-
-
-class ByName(nn.Module):
-    """Two inputs by name, and operations between modules before the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.second = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, C)
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self.second(self.act(self.first(left + 2 * right)))
-
-
-@pytest.mark.parametrize("as_mapping", [True, False])
-@pytest.mark.parametrize(("backend", "structure"), [("backpack", "diagonal"), ("backpack", "expand"),
-                                                    ("curvlinops", "full"), ("curvlinops", "expand")])  # fmt: skip
-def test_inputs_by_name_and_by_position(backend, structure, as_mapping):
-    likelihood, _, targets = likelihood_case("categorical")
-    left, right = torch.randn(N, 4), torch.randn(N, 4)
-    inputs = {"right": right, "left": left} if as_mapping else (left, right)
-    model = ByName()
-    mine = compute(BACKENDS[backend](), model, likelihood, inputs, targets, structure)
-    assert_same(mine, compute(Native(), model, likelihood, inputs, targets, structure))
 
 
 class Residual(nn.Module):
@@ -626,21 +600,6 @@ class OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
-
-
-def test_backpack_as_the_user_uses_it_is_left_alone():
-    theirs, loss = extend(mlp()), extend(nn.CrossEntropyLoss(reduction="sum"))
-    handles = list(CTX.hook_handles)
-    likelihood, _, targets = likelihood_case("categorical")
-    inputs = torch.randn(N, 4, requires_grad=True)
-    with backpack(BatchGrad()):
-        loss_value = loss(theirs(inputs), targets)
-        compute(BackPack(), mlp(), likelihood, inputs, targets, "diagonal")
-        refused(BackPack(), Functional(), likelihood, inputs, targets, "diagonal")
-        assert CTX.hook_handles == handles
-        assert [type(extension) for extension in CTX.get_active_exts()] == [BatchGrad]
-        loss_value.backward()
-    torch.testing.assert_close(theirs[0].weight.grad_batch.sum(0), theirs[0].weight.grad)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -154,15 +154,6 @@ def test_acquisition_functions_are_optimised():
         assert value >= random.max() - 1e-3
 
 
-def test_the_default_network_does_not_see_the_units_of_inputs():
-    x, y = data()
-    first, second = (LaplaceSurrogate(own, y, epochs=5, generator=generator()) for own in (x, 1000 * x - 7))
-    assert first.laplace.n_parameters == 51  # of the last layer
-    one, other = first.posterior(x), second.posterior(1000 * x - 7)
-    torch.testing.assert_close(one.mean, other.mean)
-    torch.testing.assert_close(one.variance, other.variance)
-
-
 def test_a_fitted_posterior_is_taken_as_it_is():
     (x, y), transform = data(), Standardize(1)
     outcomes = transform(y)[0]

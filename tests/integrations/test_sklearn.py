@@ -108,15 +108,6 @@ def test_pipelines_searches_and_clones():
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_the_random_state_decides_and_the_global_one_stays():
-    x, y = IRIS
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    first, second, other = (LaplaceClassifier(epochs=3, random_state=s).fit(x, y).predict_proba(x) for s in (0, 0, 1))
-    assert torch.equal(before, torch.get_rng_state())
-    assert (first == second).all() and not np.allclose(first, other)
-
-
 def test_a_trained_module_is_taken_as_it_is():
     x, y = IRIS
     trained = LaplaceClassifier(epochs=20, random_state=0).fit(x, y).module_

@@ -108,14 +108,6 @@ def test_curvature_is_that_of_the_dense_network(cls):
         assert treated["model.first.lin.weight"].startswith("Kronecker, 5 × 3")
 
 
-def test_the_default_tuning_leaves_out_nodes():
-    data, network = graph(40), GraphNetwork(GCN().double())
-    loader = GraphLoader(data, network, "train_mask")
-    posterior = lp.KFAC(network, "classification").fit(loader).fit_prior_precision()
-    assert posterior.tuning.chosen in ("network", "leave_one_out", "marginal_likelihood")
-    assert "Only selected" not in posterior.tuning.why
-
-
 class Graphs(nn.Module):
     def __init__(self):
         super().__init__()

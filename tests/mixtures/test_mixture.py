@@ -141,24 +141,6 @@ def test_weights_of_held_out_data_are_the_optimum():
     torch.testing.assert_close(mixture.weights, expected, rtol=0, atol=0.15)
 
 
-def test_members_of_other_classes_and_ensembles_can_be_mixed():
-    members, x, _ = fitted("classification", n_members=1)
-    nets = [nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3)).double() for _ in range(2)]
-    mixed = lp.Mixture([members[0], lp.Ensemble(nets, "classification")]).predictive(x)
-    p = torch.stack([torch.softmax(net(x), -1) for net in nets]).mean(0).detach()
-    torch.testing.assert_close(mixed.mean, (members[0].predictive(x).mean + p) / 2, rtol=1e-10, atol=1e-12)
-    assert mixed.functional_samples.shape[1:] == (40, 3)
-
-
-def test_a_copy_has_members_of_its_own():
-    members, x, _ = fitted("classification", 2)
-    mixture = lp.Mixture(members)
-    known, other = mixture.predictive(x).mean, copy.copy(mixture)
-    other.members[0].prior_precision = 77.0
-    assert torch.equal(mixture.predictive(x).mean, known)
-    assert not torch.equal(other.predictive(x).mean, known)
-
-
 def test_errors_name_what_does_not_fit():
     members, x, y = fitted("classification", n_members=2)
     with pytest.raises(ConfigurationError, match="none"):

@@ -9,8 +9,6 @@ import torch
 from benchmarks.study import sets, tables
 from laplace_plus.errors import ConfigurationError, DataError, LaplacePlusError
 
-NUMBERS = "a,b,target\n" + "\n".join(f"{k},{k % 7},{k % 2}" for k in range(40))
-
 
 def read(tmp_path, text, **settings):
     (tmp_path / "mine.csv").write_text(text)

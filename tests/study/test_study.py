@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from benchmarks.study import evaluation, methods, report, run, training
+from benchmarks.study import evaluation, methods, run, training
 from benchmarks.study.cells import Results
 from benchmarks.study.methods import Task, best_of, least
 from benchmarks.study.sets import DataSet
 from benchmarks.study.settings import Settings
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import ConfigurationError
 
 
 def clouds(n=60, seed=0):
@@ -69,28 +68,6 @@ def test_risk_coverage_and_legacy_scores_by_hand():
     assert evaluation.legacy_ece(probabilities, torch.tensor([1, 0])) == pytest.approx(0.395 / 2)
 
 
-def test_validation_takes_the_best_and_leaves_out_what_fails():
-    data = data_set()
-    task = Task(data, training.train({"hidden": [4]}, {"epochs": 1}, data, 1), {"hidden": [4]}, 0.0)
-
-    def at(value):
-        if value == 1.0:
-            raise NonFiniteError("diverged")
-        if value == 2.0:
-            return lambda x: Constant(float("nan"))
-        return lambda x: Constant(-value)
-
-    class Constant:
-        def __init__(self, value):
-            self.value = value
-
-        def log_prob(self, y):
-            return torch.full((len(y),), self.value)
-
-    best, found = least(task, [4.0, 1.0, 2.0, 3.0], at, name="factor")
-    assert best == 3.0 and found["tried"] == {"4": 4.0, "1": "failed", "2": "failed", "3": 3.0}
-
-
 def test_the_best_method_by_validation_is_that_of_least_loss_there():
     data = data_set()
     schedule = {"epochs": 30, "learning_rate": 0.05}
@@ -145,36 +122,6 @@ def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
     assert least(task, [1.0, 2.0], at, name="factor")[0] == 1.0
 
 
-def rows_of(values, name="mine"):
-    rows = []
-    for label, numbers in values.items():
-        for split, value in enumerate(numbers):
-            row = {"set": name, "split": split, "method": label, "status": "done", "tuning": {}, "warnings": []}
-            row["scores"] = {"accuracy": 0.5, "nll": value}
-            if value is None:
-                row = {"set": name, "split": split, "method": label, "status": "failed", "error": "SamplingError: none"}
-            rows.append(row)
-    return rows
-
-
-def test_ranks_average_over_splits_and_sets():
-    one = report.Table(rows_of({"MAP": [1.0, 1.0], "a": [0.5, 2.0], "b": [1.0, None], "c": [9.0, 9.0]}), [])
-    two = report.Table(rows_of({"MAP": [3.0], "a": [1.0], "b": [3.0]}), [])
-    entries = report.ranking({"one": one, "two": two}, n_bootstrap=200)
-    found = {entry["method"]: entry for entry in entries}
-    # c was not run on two; of one's splits MAP and b share 2 and 3, then MAP is 1, a 2 and b, which failed, 3
-    assert found["MAP"]["rank"] == pytest.approx(((2.5 + 1) / 2 + 2.5) / 2)
-    assert found["a"]["rank"] == pytest.approx(((1 + 2) / 2 + 1) / 2)
-    assert found["b"]["rank"] == pytest.approx(((2.5 + 3) / 2 + 2.5) / 2)
-    assert all(entry["low"] <= entry["rank"] <= entry["high"] for entry in entries[:3])
-    assert entries[3]["method"] == "c" and np.isnan(entries[3]["rank"]) and entries[3]["MAP"] == [8.0]
-    assert found["a"]["MAP"] == [pytest.approx(0.25), -2.0] and found["c"]["sets"] == 1
-    page = report.overview({"one": one, "two": two}, entries)
-    assert "| c |  |  | +8.000 |  | 1 |" in page and "| a | 1.2 |" in page
-    better = {entry["method"]: entry["rank"] for entry in report.ranking({"one": one}, "accuracy", n_bootstrap=10)}
-    assert better["MAP"] == better["a"] == pytest.approx(2.25)  # ties of four, then of three before the failed one
-
-
 CONFIGURATION = {
     "members": 1,
     "default": {"network": {"hidden": [4]}, "training": {"epochs": 2}},
@@ -186,15 +133,6 @@ CONFIGURATION = {
     },
     "quick": {"default": {"training": {"epochs": 1}}},
 }
-
-
-def written(tmp_path, **changes):
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(CONFIGURATION | changes))
-    x, y = clouds(80)
-    lines = [f"{a:.5f},{b:.5f},{label}" for (a, b), label in zip(x.tolist(), y.tolist(), strict=True)]
-    (tmp_path / "mine.csv").write_text("\n".join(lines))
-    return path
 
 
 @pytest.mark.slow

@@ -187,17 +187,6 @@ def test_a_run_goes_on_where_it_was():
         train(classifier(norm=True), loader(*data), prior_mean=0.0, state=begun.state)
 
 
-def test_equal_generators_give_equal_runs_and_the_global_one_is_left_alone():
-    x, y = classes()
-    net, twin = classifier(), classifier()
-    before = torch.get_rng_state()
-    first, second = (train(one, [(x, y)]) for one in (net, twin))
-    assert torch.equal(before, torch.get_rng_state())
-    other = lp.train_data_emphasized(classifier(), [(x, y)], generator=generator(1), **QUICK)
-    assert torch.equal(first.posterior.mean, second.posterior.mean)
-    assert not torch.equal(first.posterior.mean, other.posterior.mean)
-
-
 def test_failures_are_named():
     net = classifier()
     with pytest.raises(NonFiniteError, match="diverged in epoch 1"):

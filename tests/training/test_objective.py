@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -75,16 +73,6 @@ def test_the_mean_over_batches_is_the_log_posterior_that_laplace_expands(case, p
     by_hand = log_likelihood / temperature - 0.5 * (prior.vector() * (flat - prior_mean).square()).sum()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(by_hand, list(net.parameters()))])
     torch.testing.assert_close(-len(x) * got, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_half_the_batches_dropped_changes_nothing_in_the_proportion():
-    net, x, y = regression(n=40, outputs=1)
-    posterior = lp.Full(net, lp.Gaussian(0.5), prior_precision=3.0).fit([(x[:32], y[:32])])
-    objective = objective_of(posterior, net, mean_batch_size=16.0, n_data=32)
-    mean = (objective(Batch(x[:16], y[:16])) + objective(Batch(x[16:32], y[16:32]))) / 2
-    scatter = 3.0 * posterior.mean.square().sum() / 2
-    fit = 0.5 * ((net(x[:32]) - y[:32]) / 0.5).square().sum() + 32 * (math.log(0.5) + 0.5 * math.log(2 * math.pi))
-    assert mean.item() == pytest.approx(((fit + scatter) / 32).item(), rel=1e-12)
 
 
 def test_ignored_rows_do_not_count():

@@ -73,14 +73,6 @@ def test_linear_scores_are_those_of_dense_gradients():
     torch.testing.assert_close(logits.mean, rows @ posterior.covariance_matrix() @ gradients.T, rtol=1e-8, atol=1e-12)
 
 
-def test_kfac_of_one_layer_and_one_datum_equals_full():
-    torch.manual_seed(0)
-    data = [(torch.randn(1, 3).double(), torch.randn(1, 1).double())]
-    net = torch.nn.Linear(3, 1, bias=False).double()
-    full, kfac = (cls(net, "regression").fit(data) for cls in (lp.Full, lp.KFAC))
-    torch.testing.assert_close(influence(full, data).mean, influence(kfac, data).mean, rtol=1e-8, atol=1e-12)
-
-
 def test_covariances_agree_with_the_linear_scores_within_their_error():
     posterior, x, y = linear_problem()
     query = [(x[:3], y[:3])]
