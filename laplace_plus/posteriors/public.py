@@ -37,7 +37,8 @@ def recording(constructor: M, common: Callable[..., Any]) -> M:
     Those of ``common``, the base class's constructor, are no options.
     """
     taken, shared = signature(constructor).parameters, signature(common).parameters
-    own = [name for name, one in taken.items() if name not in shared and one.kind is not Parameter.VAR_KEYWORD]
+    variable = Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL
+    own = [name for name, one in taken.items() if name not in shared and one.kind not in variable]
 
     @wraps(constructor)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
@@ -51,7 +52,7 @@ def recording(constructor: M, common: Callable[..., Any]) -> M:
         constructor(self, *args, **keywords)
 
     if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):  # the common ones, for help and introspection
-        rest = [one for name, one in shared.items() if name not in taken]
+        rest = [one for name, one in shared.items() if name not in taken and one.kind is Parameter.KEYWORD_ONLY]
         named = [one for one in taken.values() if one.kind is not Parameter.VAR_KEYWORD]
         wrapped.__signature__ = Signature([*named, *rest])  # type: ignore[attr-defined]
     return cast(M, wrapped)

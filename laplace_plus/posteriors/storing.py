@@ -126,12 +126,14 @@ def _constructed(
 ) -> Any:
     """The posterior before its fit."""
     cls = get_posterior(str(header["class"]))
-    shapes = {name: parameter.shape for name, parameter in uses(unwrap(model)).items()}
-    masks = {name: torch.ones(shapes[name], dtype=torch.bool) for name in common["parameters"]}
-    for name, mask in common["parameters"].items():
-        masks[name] = masks[name] if mask is None else mask.view(shapes[name])
-    whole = all(mask is None for mask in common["parameters"].values())
-    common |= {"parameters": [*masks] if whole else masks, "backend": backend_from_config(header["backend"])}
+    selected: Any = common["parameters"]
+    if any(mask is not None for mask in selected.values()):
+        shapes = {name: parameter.shape for name, parameter in uses(unwrap(model)).items()}
+        every = {name: torch.ones(shapes[name], dtype=torch.bool) for name in selected}
+        selected = {name: every[name] if mask is None else mask.view(shapes[name]) for name, mask in selected.items()}
+    else:
+        selected = [*selected]
+    common |= {"parameters": selected, "backend": backend_from_config(header["backend"])}
     return cls(model, _likelihood(header["likelihood"], likelihood), **options, **common)
 
 
