@@ -363,8 +363,6 @@ def mean_interval_width(low: Tensor, high: Tensor) -> Tensor:
 def _check_scores(**named: Tensor) -> None:
     for name, scores in named.items():
         checks.shape(name, scores, [None])
-        if len(scores) == 0:
-            raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
         if n_nan := int(scores.isnan().sum()):
             raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
 
@@ -397,8 +395,6 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    if not mean.is_floating_point():
-        raise ConfigurationError("The means are wrong.", expected="floating-point numbers", got=describe(mean))
     _check_targets(mean, targets)
     return widen(mean), targets.to(widen(mean).dtype)
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
 
 PriorStructure = Literal["scalar", "layerwise", "diagonal"]
@@ -77,9 +78,7 @@ class Groups:
 
     def check_size(self, n_parameters: int) -> None:
         """Raise :class:`ConfigurationError` unless these are groups of so many entries."""
-        if len(self.index) != n_parameters:
-            what, expected = "The groups are those of other parameters.", f"an index [{n_parameters}]"
-            raise ConfigurationError(what, expected=expected, got=f"[{len(self.index)}]")
+        checks.shape("The index of the prior's groups", self.index, [n_parameters])
 
     def sizes(self) -> Tensor:
         """How many entries each group has, ``[G]``."""

@@ -274,7 +274,6 @@ LABEL_ERRORS = {
     "negative": (Categorical(), (2, 3), torch.tensor([0, -1]), "Got: -1"),
     "column": (Categorical(), (4, 3), torch.zeros(4, 1, dtype=torch.long), "squeeze"),
     "pixels": (Categorical(), (4, 3, 5, 5), torch.zeros(4, 5, 5, dtype=torch.long), "output_axis=1"),
-    "list": (Categorical(), (1, 3), [0], "not a tensor"),
     "several binary": (Bernoulli(), (4, 3), torch.zeros(4), "classification"),
     "half": (Bernoulli(), (2, 1), torch.tensor([0.5, 1.0]), "0.5"),
     "two": (Bernoulli(), (2, 1), torch.tensor([2, 1]), "exactly 0 or 1"),

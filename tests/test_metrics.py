@@ -173,7 +173,6 @@ def test_auroc_depends_on_the_order_alone():
     ("inside", "outside", "error", "message"),
     [
         (torch.zeros(3, 1), torch.zeros(2), ConfigurationError, r"scores_in.*\[3, 1\]"),
-        (torch.zeros(3), torch.zeros(0), EmptyDataError, "scores_out is empty"),
         (torch.tensor([0.0, math.nan]), torch.zeros(2), NonFiniteError, "scores_in.*1 NaN"),
     ],
 )
@@ -223,7 +222,6 @@ def test_regression_is_scored_in_float32_at_least(dtype):
     ("mean", "variance", "targets", "error", "message"),
     [
         (torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3), LabelError, r"\[3, 1\].*float32 \[3\].*reshape"),
-        (torch.zeros(3).long(), torch.ones(3), torch.zeros(3), ConfigurationError, "int64"),
         (torch.zeros(0), torch.ones(0), torch.zeros(0), EmptyDataError, "nothing to score"),
         (torch.zeros(3), torch.ones(3), torch.zeros(3).cfloat(), LabelError, "complex64"),
     ],

@@ -26,7 +26,6 @@ import laplace_plus as lp
 from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
-    DataError,
     EmptyDataError,
     NonFiniteError,
     NotPositiveDefiniteError,
@@ -467,7 +466,7 @@ def test_validation_refuses_losses_that_are_never_finite(value):
 def test_validation_refuses_ignored_targets():
     posterior, _, x, y = fitted(lp.Full, "classification")
     before = posterior.prior_precision
-    with pytest.raises(DataError, match="ignored"):
+    with pytest.raises(NonFiniteError, match="held-out"):
         posterior.fit_prior_precision("validation", data=[(x, torch.full_like(y, -100))])
     assert posterior.prior_precision == before
 

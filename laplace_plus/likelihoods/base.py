@@ -65,13 +65,6 @@ def check_finite(values: Tensor, what: str) -> None:
         raise NonFiniteError(f"{what} hold NaN or infinity.", expected="finite numbers", got=got, fix=fix)
 
 
-def check_batch(outputs: Tensor, targets: object) -> None:
-    """As :func:`check_outputs`; refuses targets that are not a tensor, too (``LabelError``)."""
-    check_outputs(outputs)
-    if not isinstance(targets, Tensor):
-        raise LabelError("The targets are not a tensor.", expected="a torch.Tensor", got=describe(targets))
-
-
 @dataclass(frozen=True, eq=False)
 class Marginal:
     """The distribution of targets with the outputs integrated out, ``p(y) = ∫ p(y|f) N(f|m, V) df``.
@@ -176,7 +169,7 @@ class Likelihood(ABC):
 
         OutputError or LabelError if they do not, NonFiniteError for NaN or infinity among the outputs.
         """
-        check_batch(outputs, targets)
+        check_outputs(outputs)
         if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
             expected = f"leading shape {shape_text(outputs.shape[:-1])}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))

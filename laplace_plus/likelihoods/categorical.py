@@ -37,7 +37,7 @@ from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
     OutputCurvature,
-    check_batch,
+    check_outputs,
     describe,
     shape_text,
     variance_of,
@@ -171,14 +171,11 @@ class Categorical(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
-        check_batch(outputs, targets)
+        check_outputs(outputs)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             expected = 'at least two outputs, or likelihood="binary"'
             raise OutputError("One logit does not define several classes.", expected=expected, got="C = 1")
-        if self.weight is not None and len(self.weight) != n_classes:
-            expected, got = f"{n_classes} weights, one for each output", f"{len(self.weight)}"
-            raise OutputError("The class weights do not fit the outputs.", expected=expected, got=got)
         if targets.is_floating_point() and targets.dim() == outputs.dim():
             q = self._arranged(targets)
             close = (widen(q).sum(-1) - 1).abs() <= max(1e-4, 4 * torch.finfo(q.dtype).eps)

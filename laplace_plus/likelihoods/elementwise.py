@@ -24,8 +24,8 @@ from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
     OutputCurvature,
-    check_batch,
     check_finite,
+    check_outputs,
     describe,
     shape_text,
     uniform_mixture,
@@ -73,7 +73,7 @@ class Elementwise(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse invalid targets, and targets of another shape than the outputs'."""
-        check_batch(outputs, targets)
+        check_outputs(outputs)
         aligned = self.align(outputs, targets)
         refuse_targets(~self.is_valid(aligned), aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
 

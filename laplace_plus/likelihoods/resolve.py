@@ -50,10 +50,6 @@ class LogDensity(Likelihood):
     def __init__(
         self, function: Density, distribution: Callable[[Tensor], Distribution] | None = None, *, output_axis: int = -1
     ):
-        for part in (function, distribution or function):
-            if not callable(part):
-                expected = "log_density(outputs [N, C], targets) -> [N]; distribution(outputs)"
-                raise ConfigurationError("A likelihood is made of functions.", expected=expected, got=repr(part))
         self._function, self._distribution, self.output_axis = function, distribution, output_axis
 
     def __repr__(self) -> str:
@@ -82,12 +78,8 @@ def register_likelihood(name: str, make: Callable[..., Likelihood]) -> None:
     Args:
         name: The ``config_name`` of the class.
         make: The class; it is called with the other entries of :meth:`Likelihood.config`.
-
-    Raises:
-        ConfigurationError: Another likelihood has that name.
     """
-    if _BY_NAME.setdefault(name, make) is not make:
-        raise ConfigurationError(f"The likelihood's name {name!r} is taken.", expected="a new name", got=repr(name))
+    _BY_NAME[name] = make
 
 
 def resolve_likelihood(likelihood: str | Likelihood | Density) -> Likelihood:

@@ -34,7 +34,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
+from laplace_plus.errors import (
+    DataError,
+    LaplacePlusError,
+    NoGainWarning,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    UnsupportedError,
+    warn,
+)
 from laplace_plus.network.batches import iterate
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.deletions import INTERPOLATION, Deletions, Leverages
@@ -247,9 +255,7 @@ class Auto:
         try:
             decay = training if known else None
             return training, training_end(model, network, data, n_data, share, temperature, decay, rank), ""
-        except DataError:
-            raise
-        except (LaplacePlusError, torch.linalg.LinAlgError) as failure:
+        except (UnsupportedError, NotPositiveDefiniteError, NonFiniteError, torch.linalg.LinAlgError) as failure:
             # Weights outside of the selection may have no derivatives, or too large a curvature.
             return training, None, f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
 

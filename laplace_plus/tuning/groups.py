@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus import checks
 from laplace_plus.network import batches
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
 from laplace_plus.structured import EigenBlock
@@ -23,11 +23,8 @@ _SCALING_FLOOR = 1e-6
 
 def check_structure(structure: Any) -> None:
     """Raise :class:`ConfigurationError` unless a value is the name of a prior structure, or :class:`Groups`."""
-    known = (*STRUCTURES, NORMALISED)
-    if not isinstance(structure, Groups) and structure not in known:
-        raise ConfigurationError(
-            "Unknown prior structure.", expected=f"{', '.join(known)}, or lp.Groups", got=repr(structure)
-        )
+    if not isinstance(structure, Groups):
+        checks.choice("prior structure, other than lp.Groups", structure, (*STRUCTURES, NORMALISED))
 
 
 def chosen_groups(posterior: Any, structure: str | Groups, data: Iterable[Any] | None = None) -> Groups:

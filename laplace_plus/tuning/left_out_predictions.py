@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import DataError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network.network import exact_arithmetic
@@ -130,7 +130,7 @@ def leave_one_out(
         kappa: Factor on it; 1 is the formula.
         leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
             ``"last_layer"``, of the last layer's, or none, ``"first_order"``, all with this posterior's ``V``.
-        unit: ``"example"``, or ``"position"`` to leave out single tokens or pixels.
+        unit: ``"example"``, whose outputs must have one shape, or ``"position"`` to leave out single tokens or pixels.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -159,12 +159,7 @@ def leave_one_out(
             covariance = batch.by_position(covariance) * posterior.covariance_scale
             parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, batch.leverages.sum(-1)))
     deletions.check(largest)
-    try:
-        mean, covariance, outputs, targets, top, traces = (torch.cat(own) for own in zip(*parts, strict=True))
-    except RuntimeError as error:
-        got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in parts}))
-        what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
-        raise DataError(what, expected="as many positions in every batch", got=got, fix=fix) from error
+    mean, covariance, outputs, targets, top, traces = (torch.cat(own) for own in zip(*parts, strict=True))
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
 
 

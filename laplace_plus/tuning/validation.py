@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError, warn
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
@@ -79,8 +79,7 @@ class Validation:
         """Search the grid; arguments as for :class:`~laplace_plus.Tuner`.
 
         Raises:
-            DataError: All held-out targets are ignored.
-            NonFiniteError: The loss is finite nowhere on the grid.
+            NonFiniteError: The loss is finite nowhere on the grid, or all held-out targets are ignored.
 
         Warns:
             ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there.
@@ -90,7 +89,7 @@ class Validation:
         losses = self._losses(candidates, posterior, progress, generator)
         best = int(losses.argmin())
         if not math.isfinite(losses[best].item()):
-            fix = "Look at what loss(prediction, targets) gives, and whether the held-out data are finite."
+            fix = "Look at what loss(prediction, targets) gives, and whether any held-out target is finite and counts."
             raise NonFiniteError("The loss on the held-out data is finite nowhere on the grid.", fix=fix)
         values, likelihood = candidates.points[best]
         settings, converged = dict(zip(candidates.names, values, strict=True)), True
@@ -130,9 +129,8 @@ class Validation:
                         posterior.likelihood.validate(outputs, batch.target)
                         count += float(posterior.likelihood.rows(outputs, batch.target)[2].sum())
                     totals[number] += loss(prediction, batch.target).double().sum().cpu()
-        if not count:
-            raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
-        return torch.where(torch.isfinite(totals), totals / count, torch.inf)
+        losses = totals / count  # NaN where all targets are ignored
+        return torch.where(torch.isfinite(losses), losses, torch.inf)
 
 
 class _Precisions:

@@ -329,7 +329,7 @@ def test_bad_arguments_are_refused_by_name():
         ({"scaling": "zellner"}, "g_prior"),
         ({"evidence": "tangent", "max_iterations": 0}, "max_iterations"),
         ({"evidence": "tangent", "max_steps": 0}, "max_steps"),
-        ({"structure": Groups("own", ("all",), torch.zeros(3, dtype=torch.long))}, "other parameters"),
+        ({"structure": Groups("own", ("all",), torch.zeros(3, dtype=torch.long))}, "another shape"),
     ]:
         with pytest.raises(ConfigurationError, match=word):
             posterior.fit_prior_precision(**options)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, LabelError, NoGainWarning, OutputError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, LabelError, NoGainWarning, UnsupportedError
 from laplace_plus.likelihoods import likelihood_from_config
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0]).double()
@@ -146,8 +146,6 @@ def test_what_is_no_weight_and_no_distribution():
             lp.Categorical(weight=wrong)
     with pytest.raises(ConfigurationError, match="label_smoothing"):
         lp.Categorical(label_smoothing=1.0)
-    with pytest.raises(OutputError, match="weights"):
-        lp.Full(net, lp.Categorical(weight=[1.0, 2.0])).fit([(x, y)])
     for soft in (x, torch.full((24, 3), 0.5).double()):
         with pytest.raises(LabelError, match="distributions"):
             lp.Full(net, "classification").fit([(x, soft)])

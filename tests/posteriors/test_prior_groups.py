@@ -105,7 +105,7 @@ def test_groups_of_ones_own():
         posterior.prior_groups = Groups("three", ("a", "b", "c"), (torch.arange(posterior.n_parameters) % 3).long())
     posterior.prior_precision = 2.0
     posterior.prior_groups = Groups("all", ("all",), torch.zeros(posterior.n_parameters, dtype=torch.long))
-    with pytest.raises(ConfigurationError, match="other parameters"):
+    with pytest.raises(ConfigurationError, match="another shape"):
         posterior.prior_groups = Groups("all", ("all",), torch.zeros(4, dtype=torch.long))
 
 
