@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.capture import Capture
-from laplace_plus.network.gradients import Gradients, micro_batches
+from laplace_plus.network.capture import Capture, capture_batch
+from laplace_plus.network.gradients import Gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.network.selection import layer_of, tied_names, uses
@@ -32,13 +30,13 @@ def head_features(network: Network, capture: Capture) -> tuple[Tensor, Tensor]:
     return found[0].index[0].to(found[1].device), found[1].double()
 
 
-def head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-    """Of micro-batches the index, features ``[n, D]``, targets, outputs ``[n, C]``, without rows that are ignored."""
-    for part, gradients in micro_batches(network, batch):
-        outputs = gradients.capture.outputs.view(gradients.capture.output_shape)
-        likelihood.validate(outputs, part.target)
-        index, features = head_features(network, gradients.capture)
-        rows, targets, weights = likelihood.rows(outputs, part.target)
-        targets = targets.double() if targets.is_floating_point() else targets
-        used = weights > 0
-        yield index, features.detach()[used], targets[used], rows.detach().double()[used]
+def head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, ...]:
+    """The index, features ``[n, D]``, targets and outputs ``[n, C]`` of a batch, without rows that are ignored."""
+    capture = capture_batch(network, batch)
+    outputs = capture.outputs.view(capture.output_shape)
+    likelihood.validate(outputs, batch.target)
+    index, features = head_features(network, capture)
+    rows, targets, weights = likelihood.rows(outputs, batch.target)
+    targets = targets.double() if targets.is_floating_point() else targets
+    used = weights > 0
+    return index, features.detach()[used], targets[used], rows.detach().double()[used]

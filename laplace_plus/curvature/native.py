@@ -16,8 +16,7 @@ from laplace_plus.curvature.structures import Curvature, DiagonalStructure, Full
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.capture import capture_batch
-from laplace_plus.network.gradients import Gradients, loss_gradient, micro_batches, whole_layout
+from laplace_plus.network.gradients import Gradients, batch_gradients, loss_gradient, whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
@@ -68,26 +67,21 @@ class Native(Backend):
         if self.kind == "hessian":
             curvature, outputs = _hessian(network, likelihood, batch, structure)
             return curvature if total is None else total.add_(curvature), outputs
-        all_outputs = []
-        for part, gradients in micro_batches(network, batch):
-            capture = gradients.capture
-            outputs = capture.outputs.view(capture.output_shape)
-            all_outputs.append(outputs)
-            likelihood.validate(outputs, part.target)
-            observed = rows, _, weight = likelihood.rows(outputs, part.target)
-            if self.kind == "ggn" and likelihood.n_noise == 1 and (capture.pointwise or structure.name == "full"):
-                direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
-                if direct is not None:
-                    total = direct if total is None else total.add_(direct)
-                    continue
-            # An example with nothing but ignored targets does not count.
-            used = weight.view(capture.n_examples, -1).bool().any(1)
-            sums = ACCUMULATIONS[type(structure)](gradients, structure, likelihood.n_noise, used, total)
-            for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
-                sums.add(cotangents, components)
-            total = sums.finish()
-        assert total is not None
-        return total, all_outputs[0] if len(all_outputs) == 1 else torch.cat(all_outputs)
+        gradients = batch_gradients(network, batch)
+        capture = gradients.capture
+        outputs = capture.outputs.view(capture.output_shape)
+        likelihood.validate(outputs, batch.target)
+        observed = rows, _, weight = likelihood.rows(outputs, batch.target)
+        if self.kind == "ggn" and likelihood.n_noise == 1 and (capture.pointwise or structure.name == "full"):
+            direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
+            if direct is not None:
+                return direct if total is None else total.add_(direct), outputs
+        # An example with nothing but ignored targets does not count.
+        used = weight.view(capture.n_examples, -1).bool().any(1)
+        sums = ACCUMULATIONS[type(structure)](gradients, structure, likelihood.n_noise, used, total)
+        for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
+            sums.add(cotangents, components)
+        return sums.finish(), outputs
 
     @override
     def correct(
@@ -99,17 +93,16 @@ class Native(Backend):
         *,
         generator: torch.Generator | None = None,
     ) -> int:
-        blocks, count = {layout.key: block for layout, block in curvature}, 0
-        for part, gradients in micro_batches(network, batch):
-            capture = gradients.capture
-            observed = likelihood.rows(capture.outputs.view(capture.output_shape), part.target)
-            for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
-                for layout, own in gradients.blocks(cotangents):
-                    block = blocks[layout.key]
-                    if isinstance(block, KroneckerBlock):
-                        block.add(own, components)
-            count += capture.output_shape[0]
-        return count
+        blocks = {layout.key: block for layout, block in curvature}
+        gradients = batch_gradients(network, batch)
+        shape = gradients.capture.output_shape
+        observed = likelihood.rows(gradients.capture.outputs.view(shape), batch.target)
+        for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
+            for layout, own in gradients.blocks(cotangents, curvature.layouts):
+                block = blocks[layout.key]
+                if isinstance(block, KroneckerBlock):
+                    block.add(own, components)
+        return shape[0]
 
     def _cotangents(
         self, likelihood: Likelihood, observed: Observed, gradients: Gradients, generator: torch.Generator | None
@@ -165,7 +158,7 @@ class Native(Backend):
 def _hessian(network: Network, likelihood: Likelihood, batch: Batch, structure: Structure) -> tuple[Curvature, Tensor]:
     """Rows of the summed loss's Hessian by differentiating twice; for small networks (P backward passes)."""
     unit = likelihood.with_noise(1.0) if likelihood.noise_std is not None else likelihood
-    gradients = Gradients(network, capture_batch(network, batch))  # also settles which layer is the last one
+    gradients = batch_gradients(network, batch)  # also settles which layer is the last one
     capture, total = gradients.capture, network.n_parameters
     outputs = capture.outputs.view(capture.output_shape)
     likelihood.validate(outputs, batch.target)

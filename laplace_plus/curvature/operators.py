@@ -38,7 +38,7 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.gradients import loss_gradient, micro_batches
+from laplace_plus.network.gradients import batch_gradients, loss_gradient
 from laplace_plus.network.linearization import Linearization, Pullback
 from laplace_plus.network.network import Network, exact_arithmetic
 
@@ -104,7 +104,7 @@ class _RowOperator(NetworkOperator):
         """Each batch linearised, its ``J v`` for some vectors or none, S, and its slice of rows."""
         start = first_row = 0
         pushed = torch.empty(0)
-        for batch, line in self._stream.linearizations(type(self).__name__, ordered=True, join=True):
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
             if vectors is not None:  # the outputs come with it
                 pushed = torch.cat([line.push(vectors[some]) for some in self._stream.chunks(len(vectors))])
             root = self._output_root(batch, line.outputs, first_row)
@@ -139,19 +139,19 @@ class _RowOperator(NetworkOperator):
         start = first_row = 0
         with exact_arithmetic(self.network):
             for batch in self._stream.batches(type(self).__name__, ordered=True):
-                for part, gradients in micro_batches(self.network, batch):
-                    shape, raw = gradients.capture.output_shape, gradients.capture.outputs
-                    root = self._output_root(part, raw.view(shape), first_row)
-                    rows = result[start : start + root.size].view(shape[0], -1, self.shape[1])
-                    unit = torch.eye(rows.shape[1], dtype=raw.dtype, device=raw.device)
-                    for some in gradients.cotangent_chunks(len(unit)):
-                        chosen = unit[some, None].expand(-1, len(rows), -1).flatten(1)
-                        cotangents = root.up(chosen).to(raw.dtype).view(-1, *raw.shape)
-                        values = gradients.whole(cotangents)[1].dense(slice(0, len(raw))).squeeze((2, 3))
-                        # The sum is over positions that went as examples of their own.
-                        rows[:, some] = values.unflatten(1, (len(rows), -1)).sum(2).movedim(0, 1)
-                    start += root.size
-                    first_row += shape[:-1].numel()
+                gradients = batch_gradients(self.network, batch)
+                shape, raw = gradients.capture.output_shape, gradients.capture.outputs
+                root = self._output_root(batch, raw.view(shape), first_row)
+                rows = result[start : start + root.size].view(shape[0], -1, self.shape[1])
+                unit = torch.eye(rows.shape[1], dtype=raw.dtype, device=raw.device)
+                for some in gradients.cotangent_chunks(len(unit)):
+                    chosen = unit[some, None].expand(-1, len(rows), -1).flatten(1)
+                    cotangents = root.up(chosen).to(raw.dtype).view(-1, *raw.shape)
+                    values = gradients.whole(cotangents)[1].dense(slice(0, len(raw))).squeeze((2, 3))
+                    # The sum is over positions that went as examples of their own.
+                    rows[:, some] = values.unflatten(1, (len(rows), -1)).sum(2).movedim(0, 1)
+                start += root.size
+                first_row += shape[:-1].numel()
         return result
 
 
@@ -241,7 +241,7 @@ class _SandwichOperator(CurvatureOperator):
     def _multiply(self, vectors: Tensor) -> Tensor:
         result = torch.zeros_like(vectors)
         first_row = 0
-        for batch, line in self._stream.linearizations(type(self).__name__, ordered=self._ordered, join=True):
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=self._ordered):
             root = self.output_root(batch, line.outputs, first_row)
             first_row += line.outputs.shape[:-1].numel()
             for some in self._stream.chunks(len(vectors)):
@@ -365,7 +365,7 @@ class HessianOperator(CurvatureOperator):
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
         result, point = torch.zeros_like(vectors), self.network.vector()
-        for batch in self._stream.batches(type(self).__name__, ordered=False, join=True):
+        for batch in self._stream.batches(type(self).__name__, ordered=False):
             pull = Pullback(*loss_gradient(self.network, self.likelihood, batch, point))
             try:
                 if not self._checked:

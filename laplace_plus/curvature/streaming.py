@@ -12,19 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus._memory import budget, slices
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, DataSums, same_sum
-from laplace_plus.network.gradients import batch_gradients, runs_apart
+from laplace_plus.network.gradients import batch_gradients, slices
 from laplace_plus.network.linearization import Linearization, linearize
 from laplace_plus.network.network import Network
 
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""
-
-_JOINED_BYTES = 16 * 2**20
-"""Memory of a graph up to which batches are joined: beyond, the 3 ms that a linearisation takes at any size are few."""
 
 
 class Stream:
@@ -32,9 +28,9 @@ class Stream:
 
     Of a module, all parameters that require gradients are taken, and ``arrange`` puts its outputs into the shape
     ``[B, *, C]``. After the first pass, ``n_data`` and ``n_outputs`` are the numbers of examples and of all their
-    outputs. ``checksum`` is a sum over the data that does not depend on batches and order. Up to ``most`` examples may
-    come together from several batches. Raises DataError for data that can be iterated over only once or have no known
-    form, ConfigurationError for a chunk size that is no positive integer, NonFiniteError for parameters that are not.
+    outputs. ``checksum`` is a sum over the data that does not depend on batches and order. Raises DataError for
+    data that can be iterated over only once or have no known form, ConfigurationError for a chunk size that is no
+    positive integer, NonFiniteError for parameters that are not.
     """
 
     def __init__(
@@ -49,20 +45,16 @@ class Stream:
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
         self.network.check_finite()
         self._mark, self._names = self.network.mark(), self.network.parameter_names
-        self.n_data = self.n_outputs = self.most = 0
+        self.n_data = self.n_outputs = 0
         self.checksum = self._order_sum = 0.0
 
     def survey(self, description: str) -> Iterator[tuple[Batch, Tensor]]:
         """The first pass: every batch with the network's outputs ``[B, *, C]`` on it, which are finite."""
         sums = DataSums(self.network.device)
         for number, batch in enumerate(self._iterate(description)):
-            if number == 0:
-                # Tells which layer is the last one, and refuses detached outputs.
+            if number == 0:  # tells which layer is the last one, and refuses detached outputs
                 batch_gradients(self.network, batch)
-                self._names, each, first = self.network.parameter_names, self.network.bytes_per_example, batch
-            if number == 1 and each and isinstance(batch.inputs, Tensor):
-                apart = runs_apart(self.network, next(_joined([first, batch], first.size + batch.size)))
-                self.most = min(_JOINED_BYTES, budget(self.network.device) // 16) // each if apart else 0
+                self._names = self.network.parameter_names
             outputs = self.network.forward(batch.inputs)
             if not bool(torch.isfinite(outputs).all()):
                 raise _not_finite(batch, outputs, number)
@@ -72,10 +64,9 @@ class Stream:
         self.n_data = sums.count
         self.checksum, self._order_sum = sums.values()
 
-    def batches(self, description: str, *, ordered: bool, join: bool = False) -> Iterator[Batch]:
+    def batches(self, description: str, *, ordered: bool) -> Iterator[Batch]:
         """One more pass over the same batches; ``ordered`` if the order of the examples matters.
 
-        With ``join`` small ones come together, since to linearise the network takes milliseconds at any size.
         ModelChangedError or DataError if the network or the data are not what they were in the first pass.
         """
         if self.network.mark() != self._mark or self._names != self.network.parameter_names:
@@ -83,8 +74,8 @@ class Stream:
             expected = "the same weights, buffers and selection in every pass over the data"
             fix = "Make a new operator after training, or give this one a copy of the model."
             raise ModelChangedError(what, expected=expected, got="others", fix=fix)
-        sums, items = DataSums(self.network.device), self._iterate(description)
-        for batch in _joined(items, self.most) if join and self.most else items:
+        sums = DataSums(self.network.device)
+        for batch in self._iterate(description):
             sums.add(batch, batches.batch_size(batch.target))
             if sums.count > self.n_data:
                 raise self.changed(f"more than {self.n_data} examples")
@@ -97,16 +88,15 @@ class Stream:
         if ordered and not same_sum(self._order_sum, order):
             raise self.changed("the same in another order")
 
-    def linearizations(self, name: str, *, ordered: bool, join: bool = False) -> Iterator[tuple[Batch, Linearization]]:
+    def linearizations(self, name: str, *, ordered: bool) -> Iterator[tuple[Batch, Linearization]]:
         """One more pass, with the network linearised on each batch; arguments and errors as for :meth:`batches`."""
         vector = self.network.vector()
-        for batch in self.batches(name, ordered=ordered, join=join):
+        for batch in self.batches(name, ordered=ordered):
             yield batch, linearize(self.network, vector, batch.inputs)
 
     def chunks(self, total: int) -> Iterator[slice]:
-        """Slices of so many vectors, of ``chunk_size`` where the budget holds the activations of one example."""
-        each = (self.network.bytes_per_example or 0) // 4
-        return slices(total, 1, max(1, min(self.chunk_size, budget(self.network.device) // max(1, each))))
+        """Slices of so many vectors, of ``chunk_size``."""
+        return slices(total, 1, self.chunk_size)
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)
@@ -119,22 +109,6 @@ class Stream:
             got=got,
             fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
         )
-
-
-def _joined(data: Iterable[Batch], most: int) -> Iterator[Batch]:
-    """Successive batches of single tensors as one, up to ``most`` examples, where their shapes are alike."""
-    last: Batch | None = None
-    for batch in data:
-        pairs = [] if last is None else [(last.inputs, batch.inputs), (last.target, batch.target)]
-        alike = all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
-        if last is not None and alike and len(last.target) + len(batch.target) <= most:
-            last = Batch(*map(torch.cat, pairs))
-            continue
-        if last is not None:
-            yield last
-        last = batch
-    if last is not None:
-        yield last
 
 
 def _not_finite(batch: Batch, outputs: Tensor, number: int) -> NonFiniteError:

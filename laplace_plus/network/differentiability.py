@@ -4,57 +4,37 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from laplace_plus.errors import UnsupportedError
-
 
 class Shared:
     """A setting of the whole process that holds while any thread is inside; the last one to leave restores it.
 
-    Threads that run different models do not wait for each other. If each restored what it had found, the last one
-    might find another thread's setting and leave it behind. ``make`` returns the context that makes the setting.
+    If each thread restored what it had found, the last one might find another thread's setting and leave it behind.
+    ``make`` returns the context that makes the setting.
     """
 
-    all: ClassVar[list[Shared]] = []
-
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
-        self._make = make
-        self._lock = threading.Lock()
-        self._inside: Counter[int] = Counter()  # by thread
-        self._settings = ExitStack()
-        self.all.append(self)
+        self._make, self._lock, self._n_inside, self._settings = make, threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
-            self._inside[threading.get_ident()] += 1
-            if self._inside.total() == 1:
+            self._n_inside += 1
+            if self._n_inside == 1:
                 self._settings.enter_context(self._make())
 
     def __exit__(self, *_: object) -> None:
-        self.leave(max(0, self.depth - 1))
-
-    @property
-    def depth(self) -> int:
-        """How many times this thread is inside."""
-        return self._inside[threading.get_ident()]
-
-    def leave(self, depth: int) -> None:
-        """Be inside so many times at most, also where an interrupt came before ``__exit__``."""
         with self._lock:
-            if self.depth > depth:
-                self._inside[threading.get_ident()] = depth
-            if not self._inside.total():  # also after an interrupt just here
-                self._inside.clear()
+            self._n_inside -= 1
+            if not self._n_inside:
                 self._settings.close()
 
 
@@ -81,18 +61,6 @@ def differentiable_kernels(model: nn.Module) -> Iterator[None]:
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     with written_out_attention, without_cudnn if recurrent else nullcontext(), _WrittenOut():
         yield
-
-
-def refuse_checkpointing(error: RuntimeError) -> None:
-    """Raise a clear error if ``error`` comes from activation checkpointing.
-
-    The second forward pass of checkpointing runs without the substituted weights.
-    """
-    if "torch.utils.checkpoint" in str(error):
-        what = "The network checkpoints activations between the selected parameters and its outputs."
-        expected = "a forward pass that keeps what its derivatives need"
-        fix = "Switch checkpointing off in evaluation mode: call it only where self.training is true."
-        raise UnsupportedError(what, expected=expected, got="torch.utils.checkpoint.checkpoint", fix=fix) from error
 
 
 class _WrittenOut(TorchFunctionMode):

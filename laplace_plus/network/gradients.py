@@ -254,61 +254,15 @@ def _sum(uses: list[Any]) -> ExampleGradients:
     return DenseGradients(torch.stack([use.dense(slice(None)) for use in uses]).sum(0))
 
 
-# -- until their callers are gone --------------------------------------------------------------------------------------
-
-
 def batch_gradients(network: Network, batch: Batch, layouts: Sequence[Layout] | None = None) -> Gradients:
     """A batch's per-example gradients."""
     return Gradients(network, capture_batch(network, batch), layouts)
-
-
-def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradients]]:
-    """The batch and its gradients."""
-    yield batch, batch_gradients(network, batch)
-
-
-def first_look(network: Network, batch: Batch) -> Capture | None:
-    """Nothing is cut."""
-    if network.bytes_per_example is not None:
-        return None
-    network.bytes_per_example = 0
-    return capture_batch(network, batch)
-
-
-def bytes_per_example(network: Network, inputs: Any) -> int:
-    """Nothing is cut."""
-    settle(network, inputs)
-    return 0
-
-
-def pieces(network: Network, inputs: Any, bytes_each: int, allowed: int) -> list[Any]:
-    """Nothing is cut."""
-    return [inputs]
 
 
 def settle(network: Network, inputs: Any) -> None:
     """Find out, once, which layer is the last one, for methods that need no gradients of a batch."""
     if isinstance(network.selection, str) and network.selection == "last_layer" and not network.reached:
         capture_batch(network, Batch(inputs, None))
-
-
-def forward_parts(network: Network, inputs: Any) -> list[Any]:
-    """Nothing is cut."""
-    settle(network, inputs)
-    return [inputs]
-
-
-def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> bool | None:
-    """Nothing is cut."""
-    return None
-
-
-def same_outputs(some: Tensor, among_others: Tensor) -> bool:
-    """Whether the outputs of some examples are, up to rounding, their outputs in a larger batch."""
-    if some.shape != among_others.shape:
-        return False
-    rounding = min(1e3 * torch.finfo(among_others.dtype).eps, 0.05)
-    return bool((some - among_others).abs().max() <= rounding * among_others.abs().max())
 
 
 # -- gradients of the loss ---------------------------------------------------------------------------------------------

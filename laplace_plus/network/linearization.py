@@ -1,7 +1,8 @@
 """The linearised network on one batch: products ``J v`` and ``Jᵀ u``.
 
 ``J v`` uses forward mode for all vectors at once where the operations have it: the first time, ``⟨u, J v⟩`` is
-compared with ``⟨Jᵀ u, v⟩``. Else it differentiates the pullback, which is linear in its cotangent.
+compared with ``⟨Jᵀ u, v⟩``. Else it differentiates the pullback, which is linear in its cotangent, or goes output by
+output through operations with one derivative only.
 """
 
 from __future__ import annotations
@@ -100,9 +101,14 @@ class Linearization:
                 return products
         if not self._graph[1].requires_grad:
             return vectors.new_zeros(len(vectors), *self.outputs.shape)
-        pulled, cotangent = self._linear_pullback
-        rows = [torch.autograd.grad(pulled, cotangent, vector, retain_graph=True)[0] for vector in vectors]
-        return torch.stack(rows).detach()
+        try:
+            pulled, cotangent = self._linear_pullback
+            rows = [torch.autograd.grad(pulled, cotangent, vector, retain_graph=True)[0] for vector in vectors]
+            return torch.stack(rows).detach()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # an operation with one derivative only
+            return self._output_by_output(vectors)
 
     def _forward(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs, and ``J v`` by one forward pass for all vectors."""
@@ -136,6 +142,15 @@ class Linearization:
         rounding = max(1e-3, torch.finfo(vectors.dtype).eps ** 0.5)
         scale = terms.abs().sum(1) + (vectors * pulled).norm(dim=1)
         return bool(((terms.sum(1) - vectors @ pulled).abs() <= rounding * scale).all())
+
+    def _output_by_output(self, vectors: Tensor) -> Tensor:
+        """``J v`` by a backward pass for each output."""
+        products = vectors.new_empty(len(vectors), self.outputs.numel())
+        for number in range(self.outputs.numel()):
+            unit = torch.zeros(self.outputs.numel()).to(self.outputs)
+            unit[number] = 1.0
+            products[:, number] = vectors @ self.pull.one(unit.view_as(self.outputs))
+        return products.view(-1, *self.outputs.shape)
 
     @cached_property
     def _linear_pullback(self) -> tuple[Tensor, Tensor]:

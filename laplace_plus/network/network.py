@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from laplace_plus._memory import budget, memory_budget, slices
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network import batches
@@ -31,7 +30,7 @@ _AMBIENT: ContextVar[tuple[bool, torch.dtype] | None] = ContextVar("ambient_auto
 
 
 @contextmanager
-def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[None]:
+def exact_arithmetic(network: Network) -> Iterator[None]:
     """Run a public method without the caller's autocast and inference mode, in which there are no derivatives.
 
     Only the network's own forward pass runs under the caller's autocast. Nested calls do nothing.
@@ -47,22 +46,23 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
     no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
     plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     try:
-        with plain, no_autocast, memory_budget(memory, network.device):
+        with plain, no_autocast:
             yield
     finally:
         PRODUCTS.set(products)
         _AMBIENT.reset(token)
 
 
-def turn(model: nn.Module) -> Any:
-    """Nothing to wait for: every call has modules of its own."""
-    return nullcontext()
+def ambient_autocast() -> tuple[bool, torch.dtype] | None:
+    """Whether autocast was on for the caller of the public method that runs, and its type; None outside."""
+    return _AMBIENT.get()
 
 
 class Held(NamedTuple):
-    """A model's modules, each once; its tensors by their (first) names; the places of all by every name."""
+    """A model's modules, each once, and their ids; tensors by their (first) names; the places of all by every name."""
 
     modules: list[nn.Module]
+    known: set[int]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     places: dict[str, tuple[dict[str, Any], str, Tensor]]
@@ -70,9 +70,10 @@ class Held(NamedTuple):
 
 def held_by(model: nn.Module) -> Held:
     """What a model holds, from one walk over its modules."""
-    held, seen = Held([], {}, {}, {}), set()
+    held, seen = Held([], set(), {}, {}, {}), set()
     for prefix, module in model.named_modules():
         held.modules.append(module)
+        held.known.add(id(module))
         for named, own in (held.parameters, module._parameters), (held.buffers, module._buffers):
             for key, tensor in own.items():
                 if tensor is not None:
@@ -128,16 +129,12 @@ class Network:
 
     def forget(self) -> None:
         """Drop what has been learnt about how the network runs; a fit begins with this."""
-        self.example_axes: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}  # blocks of the parameter vector, by what uses the parameters
         self.examined: dict[Any, Any] = {}  # see laplace_plus.network.invariant
         self.has_forward_mode: bool | None = None  # whether mapped forward derivatives are right; None: not tried
         self.missed: set[str] = set()  # parameters for which some batch missed the invariant
         self.warned: set[str] = set()  # parameters of which a warning has said what they cost
-        self.reached: dict[str, bool] = {}
-        self.bytes_per_example: int | None = None
-        self.bytes_forward = 0
-        self.can_cut: bool | None = None
+        self.reached: dict[str, bool] = {}  # whether a gradient of the outputs reaches a parameter, as far as asked
 
     def selecting(self, parameters: Selection) -> Network:
         """The same network with other parameters selected."""
@@ -154,6 +151,11 @@ class Network:
     def select_last_layer(self, layer: str | None) -> None:
         """Select the parameters; a batch may have shown which layer is last (None: the last one defined)."""
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)
+        for item in self.selected:
+            if not self.tensor(item.name).is_floating_point():
+                what, got = f"Parameter {item.name!r} has no real numbers.", f"{self.tensor(item.name).dtype}"
+                fix = "Leave it out: parameters=lambda name, p: p.is_floating_point()."
+                raise UnsupportedError(what, expected="weights of a floating type", got=got, fix=fix)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
         # Further names of tied parameters that are not selected as a whole: each use is told apart.
@@ -270,8 +272,8 @@ class Network:
                 if self._is_copied:
                     target: Any = copied(self.model, tensors, apart)
                 else:
-                    known = frozenset(map(id, self.held.modules))
-                    target = Shadow(tensors, apart, known)(self.function or self.model)
+                    shadow = Shadow(tensors, apart, self.held.known)
+                    target = shadow.module(self.model) if self.function is None else shadow(self.function)
                 arguments, keywords = batches.bind(target, inputs)
                 with ExitStack() as stack:
                     for mode in modes:
@@ -295,9 +297,9 @@ class Network:
                     return [*torch.vmap(lambda own: self(inputs, own))(stacked)]
             except InputError:  # some operation that cannot be batched
                 pass
-        with torch.no_grad():
-            sets = zip(*map(Tensor.unbind, stacked.values()), strict=True)
-            return [self(inputs, dict(zip(stacked, one, strict=True))) for one in sets]
+        sets = zip(*map(Tensor.unbind, (own.detach() for own in stacked.values())), strict=True)
+        with torch.enable_grad():  # as in forward
+            return [self(inputs, dict(zip(stacked, one, strict=True))).detach() for one in sets]
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
@@ -306,8 +308,9 @@ class Network:
 
     def forward(self, inputs: Any) -> Tensor:
         """Outputs ``[B, *, C]`` without derivatives."""
-        with torch.no_grad():
-            return self.arrange(batches.output_tensor(self.raw(inputs)))
+        with torch.enable_grad():  # for networks that differentiate themselves; no parameter requires gradients
+            outputs = batches.output_tensor(self.raw(inputs))
+        return self.arrange(outputs.detach())
 
     def tangent(self, inputs: Any, tangent: Tensor) -> Tensor:
         """``J(x) v`` for a tangent ``v [P]`` in parameter space, ``[B, *, C]``."""
@@ -354,34 +357,6 @@ class Network:
                 except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                     found.append((name, id(tensor)))
         return found
-
-    # -- until their callers are gone ----------------------------------------------------------------------------------
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    @property
-    def ambient_autocast(self) -> tuple[bool, torch.dtype] | None:
-        """The caller's autocast while a public method runs; None outside."""
-        return _AMBIENT.get()
-
-    @ambient_autocast.setter
-    def ambient_autocast(self, value: tuple[bool, torch.dtype] | None) -> None:
-        _AMBIENT.set(value)
-
-    def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
-        """As :meth:`raw`, with one set of parameters after the other."""
-        return [self.raw(inputs, known) for known in parameters]
-
-    def cut(self, inputs: Any, bytes_each: int, allowed: int | None = None) -> list[Any]:
-        """Inputs in parts of ``allowed`` bytes (half the memory budget), if examples are known to run apart."""
-        size = batches.batch_size(inputs) if bytes_each and self.can_cut else 0
-        allowed = budget(self.device) // 2 if allowed is None else allowed
-        if bytes_each * size <= allowed or size == 1 or not batches.can_be_cut(inputs, size):
-            return [inputs]
-        return [batches.cut(inputs, part) for part in slices(size, bytes_each, allowed)]
 
 
 class _OwnTensors(TorchFunctionMode):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -50,7 +50,7 @@ class Shadow:
         known: Ids of the modules of the user's model.
     """
 
-    def __init__(self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], known: frozenset[int]):
+    def __init__(self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], known: Set[int]):
         self.tensors, self.apart, self.known = dict(tensors), apart, known
         self.made: dict[int, Any] = {}  # by the id of the user's object
 
@@ -196,7 +196,7 @@ class Shadow:
 
 def copied(model: nn.Module, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor]) -> nn.Module:
     """A copy of the whole model with other tensors, for models whose references a :class:`Shadow` cannot follow."""
-    made, memo = Shadow(tensors, apart, frozenset()), dict[int, Any]()
+    made, memo = Shadow(tensors, apart, set()), dict[int, Any]()
     for parameter in model.parameters():
         memo[id(parameter)] = made.parameter(parameter)
     for buffer in model.buffers():

@@ -24,7 +24,7 @@ from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.gradients import forward_parts, whole_layout
+from laplace_plus.network.gradients import settle, whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.public import full_precision
@@ -205,7 +205,7 @@ def _outputs_alone(
     generator: torch.Generator | None,
 ) -> tuple[Curvature, Tensor]:
     """A batch's outputs without a curvature; the first batch settles which layer is the last one."""
-    forward_parts(network, batch.inputs)
+    settle(network, batch.inputs)
     outputs = network.forward(batch.inputs)
     likelihood.validate(outputs, batch.target)
     return Curvature([]), outputs

@@ -16,7 +16,6 @@ from laplace_plus.errors import ConfigurationError, DataError, EmptyDataError, U
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of
-from laplace_plus.network.gradients import forward_parts
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -241,7 +240,6 @@ class Predicting(ABC):
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
         x = self.network.receive(x)
-        forward_parts(self.network, x)  # as the fit may have seen smaller batches, or none where it was loaded
         for vectors in self._sampled_chunks(n, generator):
             yield from self.network.several(x, vectors)
 

@@ -25,7 +25,7 @@ def full_precision(method: M) -> M:
     @wraps(method)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
         checks.generator(keywords.get("generator"))
-        with exact_arithmetic(self.network, self._memory_budget):
+        with exact_arithmetic(self.network):
             return method(self, *args, **keywords)
 
     return cast(M, wrapped)

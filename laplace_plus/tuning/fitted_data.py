@@ -16,7 +16,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, ambient_autocast
 from laplace_plus.tuning.laplace import LaplaceModel
 
 ACCURACY = 1e-9
@@ -46,7 +46,7 @@ class FittedData:
         gradient = likelihood.gradient(flat, targets) * weight[:, None]
         self._slope += float((gradient * flat).abs().sum())
         self._square += float(flat.square().sum())
-        enabled, dtype = self._network.ambient_autocast or (False, outputs.dtype)
+        enabled, dtype = ambient_autocast() or (False, outputs.dtype)
         dtypes = (outputs.dtype, self._network.dtype, *([dtype] if enabled else []))
         self._epsilon = max(self._epsilon, *(torch.finfo(one).eps for one in dtypes))
         counted = float(weight.sum())

@@ -298,7 +298,7 @@ def test_progress(capsys):
     model, data = problem(lp.Categorical(), 3)
     operator = GGNOperator(model, "classification", data, progress=True)
     operator(normal(31))
-    assert capsys.readouterr().err.count("GGNOperator: 100%") == 2
+    assert capsys.readouterr().err.count("GGNOperator: 100%") >= 2  # noqa: PLR2004
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -342,7 +342,6 @@ def test_differentiable_in_the_vectors_and_part_of_the_algebra():
     close(precision.dense().detach(), dense_ggn(model, lp.Categorical(), data) / 2 + 0.3 * torch.eye(31))
     (gradient,) = torch.autograd.grad(precision.dense().trace(), scale)
     assert float(gradient) == pytest.approx(31)
-    assert "31 × 31" in repr(precision) and "12 data" in repr(precision)
 
 
 # -- ways of differentiating -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from laplace_plus.linalg.lsmr import LeastSquaresSolution
 from laplace_plus.linalg.null_space import project_null_space
 from laplace_plus.network.batches import Batch, iterate
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.gradients import micro_batches
+from laplace_plus.network.gradients import batch_gradients
 from laplace_plus.network.network import Network
 
 Rows = Literal["logit", "ggn", "loss"]
@@ -74,15 +74,15 @@ class NullSpaceRows:
         """The reciprocal length of each loss's gradient, ``[N]``."""
         squares = []
         for batch in iterate(self._data, device=self._network.device, progress=False, description=""):
-            for piece, gradients in micro_batches(self._network, batch):
-                outputs, shape = gradients.capture.outputs, gradients.capture.output_shape
-                root = gradient_root(self._likelihood, outputs.view(shape), piece.target)
-                cotangent = root.up(outputs.new_ones(1, root.size)).view(1, *outputs.shape)
-                total = outputs.new_zeros(len(outputs), dtype=torch.float64)
-                for _, stack in gradients.blocks(cotangent):
-                    ones = torch.ones(stack.shape, dtype=stack.dtype, device=stack.device)
-                    total += stack.quadratic(ones, "diagonal")[:, 0].double()
-                squares.append(total.view(shape[0], -1).sum(1))  # over positions that went as examples of their own
+            gradients = batch_gradients(self._network, batch)
+            outputs, shape = gradients.capture.outputs, gradients.capture.output_shape
+            root = gradient_root(self._likelihood, outputs.view(shape), batch.target)
+            cotangent = root.up(outputs.new_ones(1, root.size)).view(1, *outputs.shape)
+            total = outputs.new_zeros(len(outputs), dtype=torch.float64)
+            for _, stack in gradients.blocks(cotangent):
+                ones = torch.ones(stack.shape, dtype=stack.dtype, device=stack.device)
+                total += stack.quadratic(ones, "diagonal")[:, 0].double()
+            squares.append(total.view(shape[0], -1).sum(1))  # over positions that went as examples of their own
         norms = checks.finite("The length of a loss's gradient", torch.cat(squares).clamp(min=0).sqrt())
         return inverse_lengths(norms.to(self._network.dtype))
 

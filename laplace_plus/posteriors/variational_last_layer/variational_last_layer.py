@@ -160,15 +160,15 @@ class VariationalLastLayer(Posterior):
         features, targets = list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
             seen.add(batch, len(batch.target))
-            for index, phi, y, outputs in head_rows(self.network, self.likelihood, batch):
-                doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
-                if self.likelihood.is_gaussian:
-                    new: Any = Regression.of(phi, y, _weights(self.network.vector(), index))
-                    total = new if total is None else total.plus(new)
-                else:
-                    total = self._curvature(phi, outputs, y) + (0.0 if total is None else total)
-                    features.append(phi)
-                    targets.append(y)
+            index, phi, y, outputs = head_rows(self.network, self.likelihood, batch)
+            doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
+            if self.likelihood.is_gaussian:
+                new: Any = Regression.of(phi, y, _weights(self.network.vector(), index))
+                total = new if total is None else total.plus(new)
+            else:
+                total = self._curvature(phi, outputs, y) + (0.0 if total is None else total)
+                features.append(phi)
+                targets.append(y)
         if index is None or not (total.size if self.likelihood.is_gaussian else sum(map(len, features))):
             raise self.zero_curvature()
         if doubt > 0:
