@@ -412,6 +412,7 @@ def test_a_saved_posterior_knows_its_tuning_and_solves_on(tmp_path):
     model, data = linear()
     posterior = lp.SampledLaplace(model, "regression", n_samples=3, solver=TIGHT).fit(data, generator=generator())
     posterior.fit_prior_precision(max_steps=30, predictive_mean="tangent")
+    posterior.temperature = 1.1
     posterior.save(tmp_path / "saved")
     loaded = lp.load(tmp_path / "saved", model)
     x = data[0][0]

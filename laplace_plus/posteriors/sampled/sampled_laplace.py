@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, ClassVar, Self
 
 import torch
@@ -138,11 +139,10 @@ class SampledLaplace(SampleBased):
         solution = self._solution(self._solved(problem, draws, None, progress=progress))
         return SampledState(self.network.vector(), own.n_data, own.n_classes, draws, own.data_sum, **solution)
 
-    def _solved(self, problem: TangentProblem, draws: Draws, start: Tensor | None, *, progress: bool = False) -> Solved:
+    def _solved(self, problem: TangentProblem, draws: Draws, start: Tensor | None, *, progress: bool) -> Solved:
         """The draws' samples at the present hyperparameters."""
         system = PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
-        description = f"{type(self).__name__}: samples"
-        return problem.solve(system, draws, start, progress=progress, description=description)
+        return problem.solve(system, draws, start, progress=progress)
 
     def _solution(self, solved: Solved) -> dict[str, Any]:
         """What a solve at the present hyperparameters changes in the state."""
@@ -230,3 +230,8 @@ class SampledLaplace(SampleBased):
             z = torch.cat([z, (self.tangent_mean - self.mean).to(z)[None]])
         mean, deviations = pushed(self.network, z, self.network.receive(x), n_outputs=self.n_outputs)
         return (mean, deviations) if self.tangent_mean is None else (mean + deviations[-1], deviations[:-1])
+
+    @override
+    def save(self, path: str | PathLike[str]) -> None:
+        self.solved_state()  # the file cannot solve for other samples, as it is without the data
+        super().save(path)

@@ -108,7 +108,6 @@ class SGDSolver:
         rate: float,
         start: Tensor | None = None,
         progress: bool = False,
-        description: str = "gradient descent",
     ) -> tuple[Tensor, int]:
         """Descend for all rows together: ``v ← μ v + g``, ``x ← x − η (g + μ v)`` with gradients ``g = Â x − b``.
 
@@ -120,7 +119,7 @@ class SGDSolver:
         decay = 0.0 if exact else 1 - self.final_learning_rate
         x, velocity, step = torch.zeros_like(b) if start is None else start, torch.zeros_like(b), 0
         longest = b.norm(dim=-1)
-        for epoch in progress_bar(range(1, last + 1), enabled=progress, description=description):
+        for epoch in progress_bar(range(1, last + 1), enabled=progress, description="gradient descent"):
             for product in products():
                 eta = rate * (1 - min(1.0, step / max(1, total - 1)) * decay)
                 gradient = product(x).sub_(b)
@@ -153,9 +152,7 @@ class TangentProblem:
         self.data, self.solver = data, solver
         self._sketch: tuple[Tensor, Tensor] | None = None
 
-    def solve(
-        self, system: PriorUnits, draws: Draws, start: Tensor | None, *, progress: bool = False, description: str = ""
-    ) -> Solved:
+    def solve(self, system: PriorUnits, draws: Draws, start: Tensor | None, *, progress: bool = False) -> Solved:
         """Solve for all samples together, by conjugate gradients from samples ``start`` at another prior, if any."""
         solver, curvature = self.solver, self.curvature
         with exact_arithmetic(curvature.network), torch.no_grad():
@@ -180,8 +177,7 @@ class TangentProblem:
                 def products() -> Iterator[Rows]:
                     return (partial(system.system, product=product) for product in curvature.minibatches(n_batches))
 
-                shown: Any = {"progress": progress, "description": description}
-                u, n = solver.iterate(products, n_batches, b, rate=rate, start=guess, **shown)
+                u, n = solver.iterate(products, n_batches, b, rate=rate, start=guess, progress=progress)
             return system.check(u, draws, solver.largest_residual, n)
 
     def preconditioner(self, system: PriorUnits) -> Rows | None:
