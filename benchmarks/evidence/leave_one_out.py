@@ -28,7 +28,7 @@ IMAGES = ("mnist", "fashion_mnist")
 
 MAP, VALIDATED, EVIDENCE = "MAP", "MAP + T(validation)", "marginal likelihood, probit"
 PROBIT, MC, SPLIT = "R, probit", "R, Monte Carlo", "R, KFAC covariance"
-TUNED, LAST = "prior by leave-one-out", "R, last-layer leverages"
+TUNED = "prior by leave-one-out"
 
 REFERENCE = {
     "australian": {MAP: (0.411, 0.022), VALIDATED: (0.356, 0.009), PROBIT: (0.340, 0.007)},
@@ -102,7 +102,7 @@ def evaluate(model: nn.Module, split: sources.Split, *, large: bool) -> tuple[di
     rows[EVIDENCE] = predictions(main, *split.test, "probit")
     recipes = [(PROBIT, main, "probit", "own"), (MC, main, "mc", "own"), (SPLIT, kfac, "probit", "full")]
     if large:
-        recipes = [(PROBIT, kfac, "probit", "full"), (LAST, kfac, "probit", "last_layer")]
+        recipes = [(PROBIT, kfac, "probit", "first_order")]
     for name, posterior, link, leverages in recipes:
         rows[name], found[name] = calibrated(posterior, split, link, leverages)
     if large:

@@ -65,9 +65,8 @@ class CalibrationReport:
     """What a calibration found.
 
     Attributes:
-        rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), ``"network"`` (neither, where
-            T < 1 rests on leverages of the last layer), the fallbacks ``"refit"`` and ``"marginal_likelihood"``, or the
-            method that scaled outputs on held-out data.
+        rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), the fallbacks ``"refit"`` and
+            ``"marginal_likelihood"``, or the method that scaled outputs on held-out data.
         fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
         training_nll: Mean loss of the network on its training data, in nats.
         leave_one_out_nll: Mean leave-one-out loss of the network itself; NaN where nothing was left out.
@@ -78,7 +77,7 @@ class CalibrationReport:
         held_out_nll: Mean loss of the posterior on held-out data, before they scaled it.
     """
 
-    rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood", "vector", "matrix"]
+    rule: Literal["temperature", "covariance", "refit", "marginal_likelihood", "vector", "matrix"]
     fitted_temperature: float = math.nan
     training_nll: float = math.nan
     leave_one_out_nll: float = math.nan
@@ -200,8 +199,8 @@ def calibrate(
             times the outputs for several binary ones.
         kappa: The leverage factor.
         leverages: The curvature of leverages and displacements. ``"own"`` is the posterior's; leverages of KFAC and
-            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix. ``"last_layer"``
-            is that of the last layer, which gives lower bounds and never sharpens predictions.
+            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix, of P × P numbers;
+            ``"first_order"`` has none, for networks in which that is too large.
         link: For the tuning of s and for predictions; as for ``predictive``.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.
@@ -311,8 +310,6 @@ def calibrate(
 
         scale, loss = _minimum(left_out_loss, 0.0, 1.0)
         return result("covariance", scale=scale, calibrated_nll=loss, **found)
-    if leverages == "last_layer":
-        return result("network", calibrated_nll=found["leave_one_out_nll"], **found)
     return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
 
 

@@ -29,18 +29,16 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.curvature import FullStructure, Layout, Native
-from laplace_plus.errors import NotPositiveDefiniteError, SelectionError
+from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate
 from laplace_plus.network.network import Network
-from laplace_plus.network.selection import tied_names
 from laplace_plus.predictive.linearized import functional_posteriors
-from laplace_plus.priors import as_hyperparameter
 from laplace_plus.structured import Factor
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.fitted_data import FittedData
 from laplace_plus.tuning.laplace import LaplaceModel
 
-Leverages = Literal["own", "full", "last_layer", "first_order"]
+Leverages = Literal["own", "full", "first_order"]
 Unit = Literal["example", "position"]
 
 Covariances = Callable[[Any, Tensor], list[Tensor]]
@@ -154,9 +152,9 @@ class Deletions:
         self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
-        if displacing is None and leverages in ("full", "last_layer"):
+        if displacing is None and leverages == "full":
             point = precision, self.temperature, noise_std
-            self.displacing = exact_covariances(leverages, self.model, self.network, data, point, unit)
+            self.displacing = exact_covariances(self.model, self.network, data, point, unit)
 
     def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
         """Pass over the data once.
@@ -227,7 +225,7 @@ class Deletions:
             fix = "Use the prior precision that training had (a larger one), or float64."
             if self.leverages == "own":
                 fix = "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
-                fix += 'leverages="full", or leverages="last_layer" in larger networks.'
+                fix += 'leverages="full", or where P × P numbers are too many, leverages="first_order".'
             raise NotPositiveDefiniteError(
                 f"{above} of {len(values)} data have a leverage of one or more: without such a datum, the posterior "
                 "precision is not positive definite.",
@@ -278,52 +276,17 @@ def factor_covariances(
 
 
 def exact_covariances(
-    leverages: Leverages,
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    point: tuple[Any, Any, Any],
-    unit: Unit,
+    model: LaplaceModel, network: Network, data: Iterable[Any], point: tuple[Any, Any, Any], unit: Unit
 ) -> Covariances:
-    """Covariances under the exact Gauss-Newton matrix, of all selected parameters or of the last layer.
+    """Covariances under the exact Gauss-Newton matrix ``[P, P]``, whose leverages lie below one at any prior.
 
-    ``point`` is a prior precision, a temperature and a noise level. One pass over the data, for a P × P matrix of
-    whichever size; leverages of the exact matrix lie below one at any prior. With the last layer, the other parameters
-    are held fixed. SelectionError where the posterior has no prior on the last layer.
+    ``point`` is a prior precision, a temperature and a noise level. One pass over the data.
     """
-    (precision, temperature, noise_std), whole = point, network
-    if leverages == "last_layer":
-        network = whole.selecting("last_layer")
+    precision, temperature, noise_std = point
     backend, curvature = Native(), None
     for batch in iterate(data, device=network.device, description="curvature for leave-one-out"):
         curvature, _ = backend.accumulate(curvature, network, model.likelihood, batch, FullStructure())
     assert curvature is not None
     exact = replace(model, curvature=curvature, backend=backend)
-    if leverages == "last_layer":
-        exact, precision = _on_last_layer(exact, whole, network, model.prior(precision).vector().detach())
     factors = exact.factors(exact.prior(precision).precision, temperature, noise_std)
     return factor_covariances(network, [factors], unit, model.n_outputs)
-
-
-def _on_last_layer(
-    model: LaplaceModel, whole: Network, last: Network, precision: Tensor
-) -> tuple[LaplaceModel, Tensor]:
-    """The model with the last layer's weights and prior mean, and the last layer's precisions out of ``[P]``."""
-    starts, sizes = dict(whole.offsets), {item.name: item.size for item in whole.selected}
-    for first, others in tied_names(whole.model).items():
-        for name in others if first in starts else ():  # one use has the prior of all
-            starts[name], sizes[name] = starts[first], sizes[first]
-    missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
-    if missing:
-        what = "The posterior is not over the last layer, and has no prior there."
-        expected, got = f"a selection with {', '.join(missing)}", f"{', '.join(whole.parameter_names[:4])} …"
-        raise SelectionError(what, expected=expected, got=got, fix='Use leverages="full".')
-    index = torch.cat([torch.arange(starts[item.name], starts[item.name] + item.size) for item in last.selected])
-    own, mean = precision[index.to(precision.device)], as_hyperparameter(model.prior_mean)
-    model = replace(
-        model,
-        vector=last.vector(),
-        layer_index=last.layer_index(),
-        prior_mean=mean if mean.ndim == 0 else mean[index.to(mean.device)],
-    )
-    return model, own[0] if bool((own == own[0]).all()) else own

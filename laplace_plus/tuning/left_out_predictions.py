@@ -36,8 +36,8 @@ class LeaveOneOutPredictions:
         leverages: Largest eigenvalue of each unit's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
         traces: Trace of each unit's ``V Λ``, ``[N]``; their sum is the effective number of parameters.
         likelihood: The distribution of targets given the outputs.
-        route: The curvature of leverages and displacements: ``"own"``, ``"full"`` or ``"last_layer"``; or
-            ``"first_order"``, ``f + V g`` with leverages of zero.
+        route: The curvature of leverages and displacements: ``"own"`` or ``"full"``; or ``"first_order"``, ``f + V g``
+            with leverages of zero.
         unit: ``"example"`` or ``"position"``.
     """
 
@@ -128,8 +128,8 @@ def leave_one_out(
         prior_precision: That of training, for the displacement; by default the posterior's.
         noise_std: Gaussian noise that belongs to it; by default the posterior's.
         kappa: Factor on it; 1 is the formula.
-        leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
-            ``"last_layer"``, of the last layer's, or none, ``"first_order"``, all with this posterior's ``V``.
+        leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix ``[P, P]``; or
+            none, ``"first_order"``, where that is too large. The latter two have this posterior's ``V``.
         unit: ``"example"``, whose outputs must have one shape, or ``"position"`` to leave out single tokens or pixels.
         progress: Whether to show a progress bar.
 

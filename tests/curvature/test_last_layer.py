@@ -222,12 +222,3 @@ def test_a_tied_head_alone_is_the_last_layer(make, tmp_path):
         )
         assert Capture(loaded.network, x).pointwise
     torch.testing.assert_close(*found)
-
-
-def test_the_last_layers_leverages_of_a_tied_head():
-    x = torch.randint(7, (5, 3), generator=torch.Generator().manual_seed(1))
-    found = []
-    for is_tied in (True, False):
-        posterior = lp.Full(Language(is_tied).double(), "classification").fit([(x, x.roll(1, 1))])
-        found.append(lp.leave_one_out(posterior, leverages="last_layer").leverages)
-    torch.testing.assert_close(*found)

@@ -16,7 +16,6 @@ from laplace_plus.errors import (
     DataError,
     NotFittedError,
     NotPositiveDefiniteError,
-    SelectionError,
 )
 
 
@@ -105,7 +104,7 @@ def test_the_two_priors_are_kept_apart():
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 4, 1)])
-@pytest.mark.parametrize("leverages", ["own", "full", "last_layer"])
+@pytest.mark.parametrize("leverages", ["own", "full"])
 def test_any_chunks_give_the_same(sizes, leverages):
     net, x, y = problem("classification", n=8)
     whole = lp.leave_one_out(lp.Full(net, "classification").fit([(x, y)]), leverages=leverages)
@@ -189,18 +188,6 @@ def test_leverages_at_the_covariance_s_prior_count_too():
         lp.leave_one_out(posterior, prior_precision=100.0)
     posterior.prior_precision = 100.0
     assert float(lp.leave_one_out(posterior).leverages.max()) < 1
-
-
-def test_leverages_of_the_last_layer():
-    net, x, y = problem("classification")
-    posterior = lp.KFAC(net, "classification", prior_precision=torch.tensor([2.0, 0.5])).fit([(x, y)])
-    last = lp.Full(net, "classification", parameters="last_layer", prior_precision=0.5).fit([(x, y)])
-    left, exact = lp.leave_one_out(posterior, leverages="last_layer"), lp.leave_one_out(last)
-    torch.testing.assert_close(left.mean, exact.mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(left.covariance, posterior.functional_posterior(x).covariance)
-    first = lp.KFAC(net, "classification", parameters=["0.*"]).fit([(x, y)])
-    with pytest.raises(SelectionError, match="2.weight"):
-        lp.leave_one_out(first, leverages="last_layer")
 
 
 # -- positions --------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_weight_decay_is_that_of_the_mean_loss():
 def test_leave_one_out_reproduces_the_value_of_the_tuning():
     """With the precision and the noise of training, after both were tuned."""
     net, x, y = regressor()
-    for noise, leverages in ((0.5, "own"), (torch.tensor([0.4, 0.8]), "full"), (0.5, "last_layer")):
+    for noise, leverages in ((0.5, "own"), (torch.tensor([0.4, 0.8]), "full")):
         posterior = lp.Full(net, lp.Gaussian(noise)).fit([(x, y)])
         posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, leverages=leverages)
         tuning = posterior.tuning
