@@ -199,7 +199,7 @@ def calibrate(
             times the outputs for several binary ones.
         kappa: The leverage factor.
         leverages: The curvature of leverages and displacements. ``"own"`` is the posterior's; leverages of KFAC and
-            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix, of P × P numbers;
+            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix ``[P, P]``;
             ``"first_order"`` has none, for networks in which that is too large.
         link: For the tuning of s and for predictions; as for ``predictive``.
         n_samples: Number of samples for ``"mc"``.
