@@ -85,12 +85,13 @@ def cg(
         backward = problem.again(cotangent)
         rows, residual = _iterate(A, P, backward, None, check_symmetry)
         backward.warn_unless_converged(*backward.figures(residual, scaled=True))
-        w = backward.restore(rows)
-        return [w], [(*where_used(cotangent, x), -w)]
+        w, (used,) = backward.restore(rows), where_used(cotangent, x)
+        return [w], [(used, -w)]
 
     value = attach_solution(problem.restore(x), A, [b], gradient)
-    residuals = problem.figures(residual, scaled=True)
-    return Solution(value, *residuals, *problem.figures(problem.iterations, problem.statuses), matvecs)
+    (residual,) = problem.figures(residual, scaled=True)
+    iterations, statuses = problem.figures(problem.iterations, problem.statuses)
+    return Solution(value, residual, iterations, statuses, matvecs)
 
 
 @torch.no_grad()

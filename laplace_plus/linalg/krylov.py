@@ -88,8 +88,8 @@ class KrylovSpace:
     ):
         options: dict[str, Any] = {"rmatvec": rmatvec, "symmetric": symmetric, "parameters": parameters}
         options |= {"dtype": start.dtype, "single": start.ndim == 1}
-        known = isinstance(matvec, LinearMap)
-        self.operator = matvec if known else LinearMap(matvec, start.shape[-1], **options)
+        self.operator: LinearMap
+        self.operator = matvec if isinstance(matvec, LinearMap) else LinearMap(matvec, start.shape[-1], **options)
         rows = stacked(start)
         self._outer, self._check = start.dtype, check_symmetry
         self._limit, self._rounding = (breakdown_limit(t, rows.dtype) for t in (tolerance, None))

@@ -133,8 +133,8 @@ def slq_trace(
         6.0
     """
     batch = probes if batch is None else batch
-    for name, value in (("n", n), ("probes", probes), ("depth", depth), ("batch", batch)):
-        checks.count(name, value)
+    for name, number in (("n", n), ("probes", probes), ("depth", depth), ("batch", batch)):
+        checks.count(name, number)
     checks.choice("probes", distribution, get_args(Probes))
     dtype, device = number_type(matvec, dtype, device)
     parameters = None if parameters is None else tuple(parameters)

@@ -55,22 +55,6 @@ def test_forward_mode_is_refused(use):
         torch.func.jvp(lambda s: use(lambda v: v @ (s * a)), (torch.ones_like(a),), (torch.ones_like(a),))
 
 
-@FORWARD_MODE
-@pytest.mark.parametrize("name", ["cg", "lsmr", "matrix_function"])
-def test_forward_mode_is_refused_for_vectors(name):
-    a = definite()
-
-    def solve(b: Tensor) -> Tensor:
-        if name == "lsmr":
-            return linalg.lsmr(lambda v: v @ a, lambda v: v @ a, b).value
-        if name == "matrix_function":
-            return linalg.matrix_function(lambda v: v @ a, torch.exp, b).value
-        return getattr(linalg, name)(lambda v: v @ a, b).value
-
-    with pytest.raises(UnsupportedError, match="reverse"):
-        torch.func.jvp(solve, (B,), (B,))
-
-
 @EVERY
 def test_writing_into_the_vectors_is_refused(use):
     with pytest.raises(OperatorError, match="overwrites the vectors"):
