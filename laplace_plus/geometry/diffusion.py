@@ -102,17 +102,15 @@ class DiffusionResult:
     Attributes:
         endpoint: ``[k, P]``; NaN for one that failed.
         statuses: ``[k]`` integers, :class:`PathStatus`.
-        path: The points after each step, ``[k, T, P]``, if it was asked for.
+        path: The points after each step, ``[k, T, P]``; NaN behind a failure.
     """
 
     endpoint: Tensor
     statuses: Tensor
-    path: Tensor | None = None
+    path: Tensor
 
 
-def diffuse(
-    field: NoiseField, start: Tensor, noise: Tensor, *, scheme: Scheme = "euler_ito", keep_path: bool = False
-) -> DiffusionResult:
+def diffuse(field: NoiseField, start: Tensor, noise: Tensor, *, scheme: Scheme = "euler_ito") -> DiffusionResult:
     """Follow ``dθ = field(θ) dW`` for unit time.
 
     Args:
@@ -120,15 +118,13 @@ def diffuse(
         start: ``[P]``.
         noise: Standard normal numbers, ``[k, T, P]``, for T steps of k samples.
         scheme: ``"euler_ito"`` or ``"heun"``.
-        keep_path: Whether to return all points.
 
     Raises:
         ConfigurationError: Another scheme.
     """
     checks.choice("scheme", scheme, get_args(Scheme))
-    ends, n_steps = [], noise.shape[1]
-    path = torch.full_like(noise, float("nan")) if keep_path else None
-    for sample, steps in enumerate(noise / n_steps**0.5):
+    path = torch.full_like(noise, torch.nan)
+    for sample, steps in enumerate(noise / noise.shape[1] ** 0.5):
         point = start
         for number, scaled in enumerate(steps):
             try:
@@ -136,17 +132,13 @@ def diffuse(
                 if scheme == "heun":
                     step = (step + field.displacement(point + step, scaled)) / 2
             except NonFiniteError:
-                step = torch.full_like(point, float("nan"))
+                break
             point = point + step
             if not bool(torch.isfinite(point).all()):
                 break
-            if path is not None:
-                path[sample, number] = point
-        ends.append(point)
-    endpoint = torch.stack(ends)
-    finite = torch.isfinite(endpoint).all(1)
-    statuses = torch.where(finite, 0, int(PathStatus.NOT_FINITE))
-    return DiffusionResult(torch.where(finite[:, None], endpoint, float("nan")), statuses, path)
+            path[sample, number] = point
+    statuses = torch.where(path[:, -1].isfinite().all(1), 0, int(PathStatus.NOT_FINITE))
+    return DiffusionResult(path[:, -1], statuses, path)
 
 
 def noise_field(

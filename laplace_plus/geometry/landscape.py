@@ -258,10 +258,6 @@ class GraphMetric:
         push = across * (wide / narrow.clamp(min=smallest)).sqrt() - (normal * momentum).sum(-1)
         return beyond.inverse(momentum) + (push / wide.clamp(min=smallest))[..., None] * normal
 
-    def log_determinant(self) -> Tensor:
-        """``log det M = log(1 + ‖g‖²)``, ``[...]``."""
-        return torch.log1p(self.gradient.square().sum(-1))
-
     def dense(self) -> Tensor:
         """M written out, ``[..., P, P]``."""
         g = self.gradient

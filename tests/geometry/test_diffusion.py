@@ -100,7 +100,7 @@ def test_steps_stay_in_their_spaces(backend):
     paths = {}
     for kind in ("image", "kernel", "full"):
         field = noise_field(landscape, Diffusion(kind=kind, backend=backend))
-        path = diffuse(field, start, noise, keep_path=True).path
+        path = diffuse(field, start, noise).path
         paths[kind] = torch.cat([start[None], path[0]])
         for before, after in pairwise(paths[kind]):
             rows = jacobian(landscape, before, x)
