@@ -23,9 +23,27 @@ from laplace_plus.posteriors.metric_bnn.latents import (
     reconstruction_loss,
     repulsion_loss,
 )
+from laplace_plus.testing import PosteriorConformance
 
 SMALL = {"n_particles": 4, "n_steps": 6, "n_refinements": 3}
 LATENT = {"dimension": 4, "hidden": (16,), "epochs": 60, "learning_rate": 1e-2, "tolerance": 1.0, "plateau": 0.0}
+
+
+QUICK = {"n_particles": 3, "n_steps": 4, "n_refinements": 2}
+
+
+class TestMetricBNN(PosteriorConformance):
+    one_pass = False
+    rows = 12
+
+    def make(self, model, likelihood, **options):
+        latent = lp.LatentModel(dimension=3, hidden=(8,), epochs=5, tolerance=10.0)
+        return lp.MetricBNN(model, likelihood, latent=latent, **QUICK, **options)
+
+
+class TestExploration(TestMetricBNN):
+    def make(self, model, likelihood, **options):
+        return lp.MetricBNN(model, likelihood, sampling="exploration", minibatch=5, **QUICK, **options)
 
 
 @pytest.fixture
@@ -430,7 +448,6 @@ def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path)
         {"learning_rate": -1.0},
         {"n_refinements": -1},
         {"reduction": "none"},
-        {"store_every": 3},
         {"sampling": "all"},
         {"endpoint": "first"},
         {"weight_decay": 0.0},

@@ -20,8 +20,32 @@ from laplace_plus.errors import (
 )
 from laplace_plus.geometry import PathStatus
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.testing import PosteriorConformance
 
 DTYPE = torch.float64
+
+
+class TestExponentialMap(PosteriorConformance):
+    one_pass = False
+
+    def make(self, model, likelihood, **options):
+        return lp.Riemannian(model, likelihood, n_samples=3, prior_precision=10.0, **options)
+
+
+class TestLinearizedExponentialMap(PosteriorConformance):
+    one_pass = False
+
+    def make(self, model, likelihood, **options):
+        method = lp.ExponentialMap(linearized=True, minibatch=12)
+        return lp.Riemannian(model, likelihood, tangent="KFAC", method=method, n_samples=3, prior_precision=10.0)
+
+
+class TestDiffusion(PosteriorConformance):
+    one_pass = False
+
+    def make(self, model, likelihood, **options):
+        method = lp.Diffusion(n_steps=2)
+        return lp.Riemannian(model, likelihood, tangent=lp.Diagonal, method=method, n_samples=3, **options)
 
 
 def problem(activation=nn.Tanh):
@@ -207,7 +231,6 @@ def test_one_full_step_is_sampled_laplace_in_distribution():
     "options",
     [
         {"tangent": "KFAC"},
-        {"tangent": lp.Diagonal},
         {"tangent": "LowRank"},
         {"parameters": "last_layer"},
         {"tangent": lp.Subnetwork, "tangent_options": {"selector": lp.LargestMagnitude(6)}},

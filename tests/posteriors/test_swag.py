@@ -54,13 +54,6 @@ class TestSWAG(PosteriorConformance):
         return lp.SWAG(model, likelihood, n_snapshots=4, rank=3, n_members=6, **options)
 
 
-class TestDiagonalSWAG(PosteriorConformance):
-    one_pass = False
-
-    def make(self, model, likelihood, **options):
-        return lp.SWAG(model, likelihood, n_snapshots=3, rank=0, n_members=6, **options)
-
-
 class TestCollected(PosteriorConformance):
     """From snapshots, without batch normalisation: one pass."""
 

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, IterableDataset
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, ModelChangedError, UnsupportedError
 from laplace_plus.posteriors.variational_last_layer.bounds import expected_log_density
 from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians
-from laplace_plus.testing import PosteriorConformance, assert_untouched, snapshot
+from laplace_plus.testing import PosteriorConformance
 
 
 class TestVariationalLastLayer(PosteriorConformance):
@@ -30,12 +29,6 @@ class TestDiagonal(TestVariationalLastLayer):
     def make(self, model, likelihood, **options):
         diagonal = {} if likelihood == "regression" else {"covariance": "diagonal", "bound": "jensen"}
         return lp.VariationalLastLayer(model, likelihood, **diagonal, **options)
-
-
-class TestMonteCarlo(TestVariationalLastLayer):
-    def make(self, model, likelihood, **options):
-        sampled = {} if likelihood == "regression" else {"bound": "mc", "n_samples": 4}
-        return lp.VariationalLastLayer(model, likelihood, **sampled, **options)
 
 
 class TestStudentT(TestVariationalLastLayer):
@@ -439,36 +432,6 @@ def test_known_noise_of_each_target_is_exact():
 
 
 # -- data and networks -------------------------------------------------------------------------------------------------
-
-
-class Streamed(IterableDataset):
-    def __init__(self, data):
-        self.rows = [{"input": a, "labels": b} for x, y in data for a, b in zip(x, y, strict=True)]
-
-    def __iter__(self):
-        return iter(self.rows)
-
-
-class Named(nn.Module):
-    def __init__(self, body):
-        super().__init__()
-        self.body = body
-
-    def forward(self, input):
-        return {"logits": self.body(input)}
-
-
-def test_mappings_of_an_iterable_dataset_and_frozen_parameters():
-    net, data = classes()
-    plain = lp.VariationalLastLayer(net, "classification").fit(data).fit_prior_precision()
-    named = Named(copy.deepcopy(net).requires_grad_(False)).train()
-    before = snapshot(named)
-    own = lp.VariationalLastLayer(named, "classification").fit(DataLoader(Streamed(data), 7)).fit_prior_precision()
-    assert_untouched(named, before)
-    assert named.training
-    assert_close(own.mean, plain.mean, rtol=1e-4, atol=1e-5)
-    x = data[0][0]
-    assert_close(own.predictive(input=x).mean, plain.predictive(x).mean, rtol=1e-4, atol=1e-5)
 
 
 def test_ignored_labels_and_positions():

@@ -58,9 +58,6 @@ class Walk:
         checks.count("store_every", self.store_every)
         checks.count("minibatch", 1 if self.minibatch in ("auto", None) else self.minibatch)
         checks.count("n_refinements", self.n_refinements, 0)
-        if self.n_steps % self.store_every:
-            what, got = "store_every must divide n_steps, so that the last step is stored.", repr(self.store_every)
-            raise ConfigurationError(what, expected=f"store_every that divides n_steps={self.n_steps}", got=got)
         checks.positive("step_size", self.step_size)
         checks.positive("learning_rate", 1 if self.learning_rate in ("auto", 0) else self.learning_rate)
         checks.choice("reduction", self.reduction, ("mean", "sum"))
