@@ -17,6 +17,7 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network import batches
+from laplace_plus.network.adapters import MERGED, adapter_state
 from laplace_plus.network.differentiability import differentiable_kernels, eager
 from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import Selected, Selection, select, uses
@@ -347,7 +348,7 @@ class Network:
                 raise NonFiniteError(what, expected="a trained network with finite weights", got=got, fix=fix)
 
     def mark(self) -> list[Any]:
-        """What differs after a change of modules or tensors: identities, addresses, numbers of writes."""
+        """What differs after a change of modules, tensors or adapters: identities, addresses, numbers of writes."""
         self.held = held_by(self.model)
         found: list[Any] = [[*map(id, self.held.modules)]]
         for named in (self.held.parameters, self.held.buffers):
@@ -356,7 +357,7 @@ class Network:
                     found.append((name, id(tensor), tensor.data_ptr(), tensor._version))
                 except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                     found.append((name, id(tensor)))
-        return found
+        return [*found, *((adapter_state(module),) for module in self.held.modules if MERGED in vars(module))]
 
 
 class _OwnTensors(TorchFunctionMode):

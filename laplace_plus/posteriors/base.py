@@ -523,5 +523,5 @@ Posterior.__init__ = recording(Posterior.__init__, Posterior.__init__)  # type: 
 
 def _changed(before: Any, now: Any) -> str:
     """The first tensor that two marks of a network tell apart."""
-    names = [old[0] for old, new in zip(before or [], now, strict=False) if old != new and type(old) is tuple]
+    names = [new[0] for old, new in zip(before or [], now, strict=False) if old != new and type(old) is tuple]
     return f"another {names[0]}" if names else "other modules, options or tensors"
