@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
-from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.matrices import Dense
 from laplace_plus.linalg.results import Status
 
 EXACT = {"atol": 1e-14, "btol": 1e-14, "conlim": 1e12}
@@ -176,26 +176,12 @@ def test_gradients_of_a_zero_right_hand_side() -> None:
 
 def test_the_number_of_columns_is_found() -> None:
     A, b = matrix(7, 4), normal(3, 7, seed=1)
-
-    class Dense(Operator):
-        shape, dtype, device = (7, 4), torch.float64, torch.device("cpu")
-
-        def _apply(self, vectors: Tensor) -> Tensor:
-            return vectors @ A.mT
-
-        def _transpose(self) -> Operator:
-            raise NotImplementedError
-
-        def tensors(self) -> tuple[Tensor, ...]:
-            return ()
-
     expected = dense(A, b)
-    operator: Operator = Dense()
     for value in (
         lsmr(lambda v: v @ A.mT, lambda u: u @ A, b).value,
         lsmr(lambda v: v @ A.mT, None, b, n=4).value,
         lsmr(lambda v: v @ A.mT, None, b, x0=torch.zeros(3, 4, dtype=torch.float64)).value,
-        lsmr(operator, lambda u: u @ A, b).value,
+        lsmr(Dense(A), None, b).value,
     ):
         torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-9)
     with pytest.raises(ConfigurationError, match="columns"):
