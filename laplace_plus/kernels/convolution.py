@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
@@ -102,9 +101,6 @@ def convolution_factor(
         channel, then tap. It is ``total`` if that was given, and symmetric otherwise. Without ``total``, sums are of
         the inputs' type, at least float32.
 
-    Raises:
-        ConfigurationError: A kernel larger than the image with its padding.
-
     Example:
         >>> image = torch.arange(4.0).reshape(1, 1, 1, 4)
         >>> convolution_factor(image, (1, 2), bias=True)  # patches (0, 1), (1, 2), (2, 3)
@@ -134,16 +130,12 @@ def convolution_factor(
 
 
 def _axes(inputs: Tensor, kernel_size: Extent, stride: Extent, padding: Padding, dilation: Extent) -> tuple[Axis, ...]:
-    """The axes of space; ConfigurationError where the settings leave no output position."""
+    """The axes of space."""
     space = inputs.ndim - 2
     given: tuple[Any, ...] = (kernel_size, stride, dilation, padding)
     columns = [list(x) if isinstance(x, Sequence) else [x] * space for x in given]
     pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in columns.pop()]
-    axes = tuple(map(Axis, inputs.shape[2:], *columns, pairs))
-    if min(axis.positions for axis in axes) < 1:
-        what, expected = "The kernel does not fit into the image.", "a kernel no larger than the image with its padding"
-        raise ConfigurationError(what, expected=expected, got=f"{list(inputs.shape)}, kernel_size={kernel_size}")
-    return axes
+    return tuple(map(Axis, inputs.shape[2:], *columns, pairs))
 
 
 def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network.linearization import linearize
@@ -64,10 +63,7 @@ def pushed(
     examples, or another number of outputs than ``n_outputs``.
     """
     linear, outputs = linearize(network, network.vector(), inputs), network.forward(inputs).to(network.dtype)
-    if not outputs.numel():
-        raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-    if n_outputs is not None:
-        require_outputs(outputs.shape, n_outputs, inputs)
+    require_outputs(outputs.shape, n_outputs, inputs)
     wide = torch.promote_types(outputs.dtype, torch.float32)
     parts = []
     for chunk in [deviations] if isinstance(deviations, Tensor) else deviations:

@@ -156,10 +156,8 @@ def stacked(predictions: Sequence[Prediction]) -> Prediction:
 
 def _each_input(mean: Tensor, covariance: Tensor) -> Tensor:
     """The covariance of each input, ``[B, *, C, C]``, from that across inputs."""
-    if covariance.shape != (*mean.shape, *mean.shape):
-        expected, fix = shape_text((*mean.shape, *mean.shape)), "Ask for functional_posterior(x, joint=True)."
-        what = "The covariance must be across inputs."
-        raise ConfigurationError(what, expected=expected, got=shape_text(covariance.shape), fix=fix)
+    fix = "Ask for functional_posterior(x, joint=True)."
+    checks.shape("The covariance across inputs", covariance, (*mean.shape, *mean.shape), fix)
     size = mean.shape[-1]
     n = mean[..., 0].numel()
     blocks = covariance.reshape(n, size, n, size).diagonal(dim1=0, dim2=2)  # [C, C, N]

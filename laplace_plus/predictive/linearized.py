@@ -83,10 +83,7 @@ def functional_posteriors(
     """
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
-    if not shape.numel():
-        raise DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
-    if expected_outputs is not None:
-        require_outputs(shape, expected_outputs, inputs)
+    require_outputs(shape, expected_outputs, inputs)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     check_outputs(mean)
     mode = "joint" if joint else "diagonal" if wants_variances(outputs, joint) else "full"

@@ -26,9 +26,11 @@ def outputs_for(link: str, n_outputs: int) -> Outputs:
     return _OF_LINKS.get(link) if n_outputs > MANY_OUTPUTS else None
 
 
-def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
-    """Raise :class:`DataError` for inputs with another number of outputs, e.g. an example without a batch axis."""
-    if shape[-1] != expected:
+def require_outputs(shape: torch.Size, expected: int | None, inputs: Any) -> None:
+    """Raise :class:`DataError` for no examples, or another number of outputs, as of an example without a batch axis."""
+    if not shape.numel():
+        raise DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
+    if expected is not None and shape[-1] != expected:
         what = "The network gives another number of outputs than while fitting."
         fix = "Pass a batch: x[None] for one input."
         got = f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}"

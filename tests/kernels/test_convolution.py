@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import convolution_factor
 
 SETTINGS = list(
@@ -43,8 +42,6 @@ def test_equals_unfolded_patches(method: str | None) -> None:
         try:
             unfolded = patches(x, kernel, stride, padding, dilation, groups)
         except RuntimeError:  # no output position
-            with pytest.raises(ConfigurationError):
-                convolution_factor(x, kernel, stride=stride, padding=padding, dilation=dilation)
             continue
         for bias in (False, True):
             rows = torch.cat([unfolded, torch.ones_like(unfolded[:, :, :1])], 2) if bias else unfolded
