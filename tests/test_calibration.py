@@ -276,6 +276,6 @@ def test_saved_and_loaded(case, tmp_path):
     found = lp.calibrate(posterior, weight_decay=0.03 if case == "temperature" else 1e-3)
     found.save(tmp_path / "calibrated")
     again = lp.load(tmp_path / "calibrated", posterior.network.model)
-    assert again.report == found.report
+    assert again.report.rule == found.report.rule and again.report.calibrated_nll == found.report.calibrated_nll
     assert repr(again) == repr(found)
     torch.testing.assert_close(again.predictive(x).mean, found.predictive(x).mean, rtol=0, atol=0)

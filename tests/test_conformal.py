@@ -198,7 +198,7 @@ def test_what_cannot_be_conformal_is_refused(tmp_path):
             lp.conformalize(posterior, data, **options)
     with pytest.raises(UnsupportedError, match="predict_set"):
         lp.conformalize(posterior, data).interval(x)
-    with pytest.raises(DataError, match="ignored"):
+    with pytest.raises(ConfigurationError, match="targets that count"):
         lp.conformalize(posterior, [(x, torch.full((60,), -100))])
     with pytest.raises(DataError, match="Soft labels"):
         lp.conformalize(posterior, [(x, torch.full((60, 3), 1 / 3).double())])

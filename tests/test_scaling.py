@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.testing import assert_close
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError
 from laplace_plus.predictive import from_functional
 
 METHODS = ("temperature", "vector", "matrix")
@@ -130,7 +130,7 @@ def test_what_cannot_be_scaled_is_refused():
         lp.calibrate(posterior, data, "vector", weight_decay=1e-3)
     with pytest.raises(ConfigurationError, match="method"):
         lp.calibrate(posterior, data, "isotonic")
-    with pytest.raises(DataError, match="ignored"):
+    with pytest.raises(ConfigurationError, match="targets that count"):
         lp.calibrate(posterior, [(x, torch.full_like(y, -100))], "temperature")
     with pytest.raises(UnsupportedError, match="classifiers"):
         lp.calibrate(lp.KFAC(posterior.network.model, "regression").fit([(x, x[:, [0, 1, 0]])]), data, "temperature")

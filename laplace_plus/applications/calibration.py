@@ -32,11 +32,11 @@ from torch import Tensor, nn
 
 from laplace_plus import checks
 from laplace_plus.applications.scaling import fit_scaling, scaled
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError, warn
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import can_be_cut, cut, iterate
+from laplace_plus.network.batches import cut, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Posterior
@@ -327,8 +327,7 @@ def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: 
     """The network's mean loss on the data of the fit, and the number of terms that its mean has in training."""
     model, network = posterior.laplace_model(), posterior.network
     seen = fitted_data.survey(model, network, data, posterior.n_data, progress=progress, description="training loss")
-    if not seen.n_rows:
-        raise DataError("All targets are ignored.", expected="some that count", got="none")
+    checks.positive("The number of targets that count", seen.n_rows)
     return -float(model.log_likelihood()) / seen.n_rows, seen.n_entries
 
 
@@ -376,9 +375,6 @@ def _refitted_outputs(
     start = 0
     for batch in iterate(data, device=posterior.network.device, description="folds"):
         size = len(batch.target)
-        if not can_be_cut(batch.inputs, size):
-            what, expected = "The training data cannot be cut.", "inputs with the examples along every first axis"
-            raise DataError(what, expected=expected, fix='Pass fallback="marginal_likelihood".')
         own = is_held_out[start : start + size]
         start += size
         for part, chosen in ((kept, ~own), (fold, own)):

@@ -157,8 +157,6 @@ def conformalize(
         True
     """
     inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
-    if not hasattr(inner, "require_fit"):
-        raise UnsupportedError("This is no posterior.", expected="such as lp.KFAC, fitted", got=type(inner).__name__)
     likelihood = inner.likelihood
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
     score = known[0] if score is None else score
@@ -184,8 +182,7 @@ def conformalize(
         kept = weight > 0
         found.append((each[kept].double().cpu(), group[kept.cpu()]))
     scores, group = map(torch.cat, zip(*found, strict=True))
-    if not len(scores):
-        raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
+    checks.count("The number of targets that count", len(scores))
     n_groups = n_classes if by == "class" else 1 + int(group.max())
     thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
     for one in group.unique().tolist():

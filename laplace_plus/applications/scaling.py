@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.posteriors import Posterior
@@ -76,8 +76,7 @@ def fit_scaling(
         flat, targets, weight = likelihood.rows(mean.double(), batch.target)
         parts.append((flat, covariance.double().reshape(len(flat), flat.shape[1], -1), targets, weight))
     mean, covariance, targets, weight = (torch.cat(column) for column in zip(*parts, strict=True))
-    if not bool(weight.any()):
-        raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
+    checks.positive("The number of targets that count", float(weight.sum()))
     first = {"temperature": mean.new_zeros(1), "vector": mean.new_ones(size), "matrix": torch.eye(size).to(mean)}
     free = [first[method], mean.new_zeros(size)][: 1 if method == "temperature" else 2]
     seed = draw_seed(generator) if link == "mc" else 0

@@ -198,7 +198,6 @@ def test_failures_are_named():
         {"structure": "diagonal"},
         {"epochs": 0},
         {"optimizer_options": {"lr": 0.1, "weight_decay": 0.1}},
-        {"optimizer": "sgd"},
     ):
         with pytest.raises(ConfigurationError):
             train(net, loader(*classes()), **wrong)

@@ -137,9 +137,7 @@ def test_modes_are_those_of_training_and_then_those_of_before():
 
     class Watched(nn.Linear):
         def forward(self, x):
-            modes["training" if torch.is_grad_enabled() and self.weight.requires_grad else "curvature"].append(
-                self.training
-            )
+            modes["training" if self is net[0] else "curvature"].append(self.training)  # a shadow is another object
             return super().forward(x)
 
     torch.manual_seed(0)
@@ -216,13 +214,11 @@ def test_schedulers_step_by_epochs_or_batches():
         ({"schedule_by": "step"}, "schedule_by"),
         ({"structure": "blockwise"}, "blockwise"),
         ({"structure": "blockwise", "hyper_steps": None}, "blockwise"),
-        ({"posterior": 3}, "lp.KFAC itself"),
         ({"posterior": "Nothing"}, "Nothing"),
         ({"posterior": lambda *args, **kwargs: "text"}, "no evidence"),
-        ({"optimizer": lambda parameters, **options: None}, "no optimizer"),
         ({"optimizer": torch.optim.AdamW}, "weight decay"),
-        ({"prior_precision": torch.ones(3)}, "prior precision"),
-        ({"prior_precision": torch.ones(2), "structure": "scalar"}, "scalar"),
+        ({"prior_precision": torch.ones(3)}, "[Pp]rior.precision"),
+        ({"prior_precision": torch.ones(2), "structure": "scalar"}, "prior_precision has another shape"),
     ],
 )
 def test_arguments_that_cannot_be(options, message):

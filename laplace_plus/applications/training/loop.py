@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,8 +105,7 @@ class Loop:
                 self.optimizer.zero_grad()
                 loss = objective(batch)
                 value = loss.item()
-                if not math.isfinite(value):
-                    raise NonFiniteError(f"The loss is {value}.")
+                checks.finite("The loss", loss.detach())
                 loss.backward()
                 if self.options.max_gradient_norm is not None:
                     nn.utils.clip_grad_norm_(clipped, self.options.max_gradient_norm)
@@ -189,14 +187,9 @@ def _generators(device: torch.device, loaders: list[Any], generator: torch.Gener
 
 
 def _optimizer(network: Network, options: LoopOptions, further: Sequence[Tensor]) -> optim.Optimizer:
-    """The optimizer; ConfigurationError for none, or for a weight decay of parameters that have a prior."""
+    """The optimizer; ConfigurationError for a weight decay of parameters that have a prior."""
     parameters = [*(p for p in network.model.parameters() if p.requires_grad), *further]
-    made: Any = options.optimizer
-    made = made(parameters, **options.optimizer_options) if callable(made) else made
-    if not isinstance(made, optim.Optimizer):
-        what = "The optimizer argument returned no optimizer."
-        expected = "a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters"
-        raise ConfigurationError(what, expected=expected, got=f"a {type(made).__name__}")
+    made = options.optimizer(parameters, **options.optimizer_options)
     under_prior = {id(parameter) for name, parameter in uses(network.model).items() if name in network.parameter_names}
     for group in made.param_groups:
         if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):

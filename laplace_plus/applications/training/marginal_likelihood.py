@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from laplace_plus.applications.training.loop import LoopOptions, OptimizerFactory, SchedulerFactory
 from laplace_plus.applications.training.run import MarginalLikelihoodTraining, PosteriorFactory, Run, Settings, Update
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.posteriors import KFAC, get_posterior
 from laplace_plus.priors import Groups
@@ -152,7 +151,7 @@ def train_marginal_likelihood(
     )
     settings = Settings(
         likelihood=resolved,
-        posterior=_resolve_posterior(posterior),
+        posterior=get_posterior(posterior) if isinstance(posterior, str) else posterior,
         structure=structure,
         prior_precision=prior_precision,
         prior_mean=prior_mean,
@@ -170,14 +169,3 @@ def train_marginal_likelihood(
     )
     settings.check(epochs)
     return Run(model, loader, curvature_loader, settings, options, generator).train(state)
-
-
-def _resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
-    """A class by its name, or the factory itself."""
-    found = get_posterior(posterior) if isinstance(posterior, str) else posterior
-    if not callable(found):
-        what = "The posterior is not a class."
-        expected = "a Gaussian posterior's class, its name, or a function (model, likelihood, **options)"
-        fix = "Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options."
-        raise ConfigurationError(what, expected=expected, got=f"a {type(posterior).__name__}", fix=fix)
-    return found  # Settings.make_posterior checks what it makes

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus import checks
+from laplace_plus.errors import NonFiniteError
 from laplace_plus.network.batches import Batch, call, output_tensor
 from laplace_plus.network.selection import uses
 from laplace_plus.posteriors import GaussianPosterior
@@ -85,10 +86,8 @@ class HyperparameterAscent:
         precision = posterior.prior_precision.detach().double().cpu()
         if structure == "diagonal" and precision.shape == (n_groups,):
             precision = posterior.prior().vector().detach().double().cpu()
-        if precision.numel() not in (1, math.prod(shape)):
-            what = f'The prior precision does not have the structure "{structure}".'
-            expected = f"a number, or a tensor of shape {list(shape)}"
-            raise ConfigurationError(what, expected=expected, got=f"shape {list(precision.shape)}")
+        if precision.numel() > 1:
+            checks.shape("prior_precision", precision, shape)
         precision = precision.reshape(-1).expand(math.prod(shape)).reshape(shape)
         self._checked(posterior.log_marginal_likelihood(precision).detach())  # a structure may be unsupported
         # Searched in e-folds: the precisions, and the noise levels if they are tuned.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_posterior
-from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError, UnsupportedError
+from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
@@ -162,9 +162,7 @@ def _noise(posterior: GaussianPosterior, like: Tensor) -> Tensor:
 
 
 def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor) -> Tensor:
-    if outputs.ndim != 2:  # noqa: PLR2004
-        what, got = "Attribution is for outputs of one position.", f"{tuple(outputs.shape)}"
-        raise UnsupportedError(what, expected="outputs [B, C]", got=got)
+    checks.shape("The network's output", outputs, [None, None])
     posterior.likelihood.validate(outputs, targets)
     weight = posterior.likelihood.rows(outputs, targets)[2].to(outputs)
     return posterior.likelihood.gradient(outputs, targets) / _noise(posterior, outputs) * weight[:, None]
@@ -182,10 +180,7 @@ def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor, of:
         values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
     else:
         values = of(outputs, targets)
-    if values.shape != outputs.shape[:1]:
-        expected, got = f"[{len(outputs)}]", f"{list(values.shape)}"
-        raise ConfigurationError("A scalar for each example is needed.", expected=expected, got=got)
-    return values
+    return checks.shape("The scalars", values, outputs.shape[:1])
 
 
 def _products(

@@ -24,7 +24,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.applications.uses.units import Criterion, Unit, Units
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.network.selection import refine, tied_names
 from laplace_plus.posteriors import GaussianPosterior
@@ -136,17 +136,14 @@ def prune(
     """
     _check(posterior, criterion)
     checks.choice("stop", stop, ("evidence", None))
-    cap = math.inf if max_loss_increase is None else max_loss_increase
-    limited = sparsity is not None or stop is not None or max_loss_increase is not None
-    numbers = all(isinstance(one, float | int) for one in (sparsity or 0.0, cap))
-    if not (limited and numbers and 0 <= (sparsity or 0) <= 1 and cap >= 0):
-        expected, got = "sparsity in 0 … 1, stop, or max_loss_increase >= 0", f"{sparsity}, {stop}, {max_loss_increase}"
-        raise ConfigurationError("How far to prune is not said.", expected=expected, got=got)
+    cap = math.inf if max_loss_increase is None else checks.number("max_loss_increase", max_loss_increase, least=0.0)
+    is_limited = sparsity is None and (stop is not None or cap < math.inf)
+    share = checks.number("sparsity", 1.0 if is_limited else sparsity, least=0.0, most=1.0)
     with suppress(*[DataError] * (max_loss_increase is None and data is None)):  # then the loss is unknown
         data = posterior.training_data.again(data, "The loss is that of data.")
     with exact_arithmetic(posterior.network), torch.no_grad():
         units = Units(posterior, unit)
-        order, rank, change = units.order(criterion, 1.0 if sparsity is None else sparsity)
+        order, rank, change = units.order(criterion, share)
         if stop is not None:
             if bool(change.isnan().any()):
                 what, fix = "The evidence of single weights in large layers is unknown.", "Or take lp.Diagonal."

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_posterior
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import batch_size, can_be_cut, cut
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
@@ -93,9 +93,7 @@ def select(
     checks.count("n_features", n_features, 1)
     checks.generator(generator)
     posterior.require_fit()
-    if k > batch_size(pool):
-        expected = f"at most {batch_size(pool)}, as many as the pool has"
-        raise ConfigurationError("So many cannot be chosen.", expected=expected, got=f"{k}")
+    checks.number("k", k, most=batch_size(pool))
     with exact_arithmetic(posterior.network), torch.no_grad():
         if method in ("variance", "determinant", "targets"):
             roots = _posterior_roots(posterior, n_features, generator)
@@ -140,9 +138,7 @@ def _features(posterior: Posterior, inputs: Any, roots: Tensor, *, weighted: boo
     for part in [cut(inputs, some) for some in cuts] or [inputs]:
         found = network.forward(part)
         checks.finite("The network's output", found)
-        if found.ndim != 2:  # noqa: PLR2004
-            what, got = "Data are chosen for outputs of one position.", f"{tuple(found.shape)}"
-            raise UnsupportedError(what, expected="outputs [B, C]", got=got)
+        checks.shape("The network's output", found, [None, None])
         basis = torch.eye(found.shape[1]).to(found)[:, None].expand(-1, len(found), -1)
         gradients = network.per_example_gradients(part, network.parameter_names, basis.contiguous())
         flat = []

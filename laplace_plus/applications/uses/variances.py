@@ -68,20 +68,15 @@ def from_variance(
         torch.Size([4, 2])
     """
     if isinstance(variance, Mapping):
-        masks = {name: torch.ones(torch.as_tensor(own).shape, dtype=torch.bool) for name, own in variance.items()}
+        masks = {name: torch.ones(own.shape, dtype=torch.bool) for name, own in variance.items()}
         posterior = cls(model, likelihood, parameters=masks, prior_mean=prior_mean)
-        if {*posterior.parameter_names} != masks.keys():  # with the prefix of a wrapper, say
-            expected, got = ", ".join(posterior.parameter_names), ", ".join(map(str, masks))
-            raise ConfigurationError("The variances have other names.", expected=expected, got=got)
         variance = torch.cat([variance[name].detach().flatten().double() for name in posterior.parameter_names])
     else:
         posterior = cls(model, likelihood, parameters=parameters, prior_mean=prior_mean)
     checks.shape("variance", variance, [posterior.n_parameters])
     checks.count("n_data", n_data)
-    precision = variance.detach().to(posterior.network.device, torch.float64).reciprocal()
-    if not bool((precision > 0).all() and precision.isfinite().all()):
-        what, expected = "A variance is not positive and finite.", "variances > 0"
-        raise ConfigurationError(what, expected=expected, got=describe(variance))
+    checks.positive("The least variance", float(variance.min()))
+    precision = checks.finite("A variance", variance).detach().to(posterior.network.device, torch.float64).reciprocal()
     posterior.prior_precision = precision.min() if prior_precision is None else prior_precision
     if bool((posterior.prior().vector().to(precision) > (1 + 1e-6) * precision).any()):
         what = "A variance is larger than that of the prior."
