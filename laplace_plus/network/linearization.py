@@ -1,13 +1,13 @@
 """The linearised network on one batch: products ``J v`` and ``Jᵀ u``.
 
-``J v`` uses forward mode for all vectors at once where the operations have it: the first time, ``⟨u, J v⟩`` is
-compared with ``⟨Jᵀ u, v⟩``. Else it differentiates the pullback, which is linear in its cotangent, or goes output by
-output through operations with one derivative only.
+``J v`` uses forward mode for all vectors at once, or else differentiates the pullback, or else goes output by output.
+The first time, ``⟨u, J v⟩`` is compared with ``⟨Jᵀ u, v⟩``; the network remembers the first way that works.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -86,32 +86,15 @@ class Linearization:
 
     def push(self, vectors: Tensor) -> Tensor:
         """``J v``, ``[m, P] -> [m, B, *, C]``."""
-        network = self._network
-        if network.has_forward_mode is None:
-            network.has_forward_mode = self._forward_agrees()
-        if network.has_forward_mode:
-            try:
-                outputs, products = self._forward(vectors)
-            except torch.OutOfMemoryError:
-                raise
-            except NETWORK_ERRORS:  # on another path through the network than in the first batch
-                network.has_forward_mode = False
-            else:
-                self._known = outputs if self._known is None else self._known
-                return products
-        if not self._graph[1].requires_grad:
-            return vectors.new_zeros(len(vectors), *self.outputs.shape)
-        try:
-            pulled, cotangent = self._linear_pullback
-            rows = [torch.autograd.grad(pulled, cotangent, vector, retain_graph=True)[0] for vector in vectors]
-            return torch.stack(rows).detach()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # an operation with one derivative only
-            return self._output_by_output(vectors)
+        ways = {"forward": self._forward, "backward twice": self._backward_twice, "each output": self._each_output}
+        for way in ways if self._network.pushes is None else ():
+            if way == "each output" or self._agrees(ways[way]):
+                self._network.pushes = way
+                break
+        return ways[self._network.pushes](vectors)
 
-    def _forward(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs, and ``J v`` by one forward pass for all vectors."""
+    def _forward(self, vectors: Tensor) -> Tensor:
+        """By one forward pass for all vectors."""
 
         def function(point: Tensor) -> Tensor:
             return self._network(self.inputs, self._network.substitute(point)).to(point.dtype)
@@ -122,17 +105,43 @@ class Linearization:
         with differentiable_kernels(self._network.model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")
             outputs, products = torch.func.vmap(jvp)(vectors)
-        return outputs[0].detach(), products
+        self._known = outputs[0].detach() if self._known is None else self._known
+        return products
 
-    def _forward_agrees(self) -> bool:
-        """Whether forward mode works, and agrees with a plain backward pass for two random vectors."""
+    def _backward_twice(self, vectors: Tensor) -> Tensor:
+        """By differentiating ``Jᵀ u``, which is linear in u."""
+        if not self._graph[1].requires_grad:
+            return vectors.new_zeros(len(vectors), *self.outputs.shape)
+        pulled, cotangent = self._linear_pullback
+        rows = [torch.autograd.grad(pulled, cotangent, vector, retain_graph=True)[0] for vector in vectors]
+        return torch.stack(rows).detach()
+
+    @cached_property
+    def _linear_pullback(self) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            point, outputs = self._graph
+            cotangent = torch.zeros_like(outputs, requires_grad=True)
+            (pulled,) = torch.autograd.grad(outputs, point, cotangent, create_graph=True)
+        return pulled, cotangent
+
+    def _each_output(self, vectors: Tensor) -> Tensor:
+        """By one backward pass for each output."""
+        products = vectors.new_empty(len(vectors), self.outputs.numel())
+        for number in range(self.outputs.numel()):
+            unit = torch.zeros(self.outputs.numel()).to(self.outputs)
+            unit[number] = 1.0
+            products[:, number] = vectors @ self.pull.one(unit.view_as(self.outputs))
+        return products.view(-1, *self.outputs.shape)
+
+    def _agrees(self, way: Callable[[Tensor], Tensor]) -> bool:
+        """Whether a way works, and agrees with a plain backward pass for two random vectors."""
         source = torch.Generator().manual_seed(0)
         vectors, cotangent = (
             torch.randn(shape, generator=source, dtype=torch.float64).to(self._vector)
             for shape in ((2, len(self._vector)), self.outputs.shape)
         )
         try:
-            products = self._forward(vectors)[1]
+            products = way(vectors)
         except torch.OutOfMemoryError:
             raise
         except NETWORK_ERRORS:
@@ -142,24 +151,6 @@ class Linearization:
         rounding = max(1e-3, torch.finfo(vectors.dtype).eps ** 0.5)
         scale = terms.abs().sum(1) + (vectors * pulled).norm(dim=1)
         return bool(((terms.sum(1) - vectors @ pulled).abs() <= rounding * scale).all())
-
-    def _output_by_output(self, vectors: Tensor) -> Tensor:
-        """``J v`` by a backward pass for each output."""
-        products = vectors.new_empty(len(vectors), self.outputs.numel())
-        for number in range(self.outputs.numel()):
-            unit = torch.zeros(self.outputs.numel()).to(self.outputs)
-            unit[number] = 1.0
-            products[:, number] = vectors @ self.pull.one(unit.view_as(self.outputs))
-        return products.view(-1, *self.outputs.shape)
-
-    @cached_property
-    def _linear_pullback(self) -> tuple[Tensor, Tensor]:
-        """``Jᵀ u`` as a differentiable function of u, and u."""
-        with torch.enable_grad():
-            point, outputs = self._graph
-            cotangent = torch.zeros_like(outputs, requires_grad=True)
-            (pulled,) = torch.autograd.grad(outputs, point, cotangent, create_graph=True)
-        return pulled, cotangent
 
 
 def linearize(network: Network, vector: Tensor, inputs: Any) -> Linearization:

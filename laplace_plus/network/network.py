@@ -132,7 +132,7 @@ class Network:
         """Drop what has been learnt about how the network runs; a fit begins with this."""
         self.layouts: dict[Any, Any] = {}  # blocks of the parameter vector, by what uses the parameters
         self.examined: dict[Any, Any] = {}  # see laplace_plus.network.invariant
-        self.has_forward_mode: bool | None = None  # whether mapped forward derivatives are right; None: not tried
+        self.pushes: Any = None  # the way to products with the Jacobian that was found right
         self.missed: set[str] = set()  # parameters for which some batch missed the invariant
         self.warned: set[str] = set()  # parameters of which a warning has said what they cost
         self.reached: dict[str, bool] = {}  # whether a gradient of the outputs reaches a parameter, as far as asked
