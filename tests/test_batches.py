@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 
@@ -15,8 +13,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-import laplace_plus as lp
-from laplace_plus._progress import progress_bar
 from laplace_plus.errors import DataError, EmptyDataError, OutputError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch
@@ -271,33 +267,6 @@ def test_progress_is_shown_only_when_asked_for(capfd):
     assert "3/3" in shown
 
 
-def test_the_length_of_an_iterable_dataset_is_not_believed(capfd):
-    # With warnings as errors: a loader that was asked for its length warns when the dataset yields more.
-    loader = DataLoader(Stream(6, length=2), batch_size=None, collate_fn=lambda item: (item[0][None], item[1][None]))
-    assert len(collect(loader, progress=True)) == 6
-    list(iter(progress_bar(Stream(6, length=2), enabled=True, description="")))
-    shown = capfd.readouterr().err
-    assert "6it" in shown
-    assert "/2" not in shown
-    items = [1, 2]
-    assert progress_bar(items, enabled=False, description="") is items
-    assert list(iter(progress_bar(iter(items), enabled=True, description="", total=2))) == items
-    assert "2/2" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("error", [TypeError, NotImplementedError])
-def test_the_bar_does_without_a_length(error, capfd):
-    class Lengthless:
-        def __iter__(self):
-            return iter([1, 2])
-
-        def __len__(self):
-            raise error
-
-    assert list(iter(progress_bar(Lengthless(), enabled=True, description="x"))) == [1, 2]
-    assert "2it" in capfd.readouterr().err
-
-
 def test_empty_batches_are_left_out():
     empty = (torch.empty(0, 5), torch.empty(0, dtype=torch.long))
     found = collect([empty, (X, Y), empty, (X[:2], Y[:2]), empty])
@@ -539,15 +508,3 @@ def test_a_hugging_face_network_and_its_batches():
     torch.testing.assert_close(batches.output_tensor(batches.call(model, batch.inputs)), expected)
     with pytest.raises(DataError, match="one batch"):
         collect(item)
-
-
-def test_data_without_an_end_are_said_to_be_such(monkeypatch):
-    monkeypatch.setattr(batches, "MANY_BATCHES", 20)
-    batch = torch.zeros(2, 3), torch.tensor([0, 1])
-    posterior = lp.Diagonal(torch.nn.Linear(3, 2), "classification")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=r"no length, and yielded 20 batches.*progress=True.*islice"):
-            posterior.fit(itertools.repeat(batch))
-        posterior.fit([batch] * 30)
-        posterior.fit(itertools.repeat(batch, 20))

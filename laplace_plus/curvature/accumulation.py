@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import slices
 from laplace_plus.curvature.structures import (
     Curvature,
     DiagonalStructure,
@@ -39,6 +38,7 @@ from laplace_plus.structured import (
     KroneckerBlock,
     OuterGradients,
 )
+from laplace_plus.structured.chunks import MIB, slices
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, GENERAL, MATRIX, Layout
 from laplace_plus.structured.limited_rank import gram_sum
 
@@ -242,7 +242,7 @@ class KroneckerAccumulation(Accumulation):
             return
         groups, width = gradients.right_shape
         every = bool(self.used.all())
-        for examples in slices(gradients.n_examples, n_positions * groups * width * 4):
+        for examples in slices(gradients.n_examples, n_positions * groups * width * 4, 256 * MIB):
             raw = gradients.raw_right[examples] if every else gradients.raw_right[examples][self.used[examples]]
             own = None if kept is None else kept[examples][self.used[examples]]
             direct = gradients.add_right_products if total.rank is None else None

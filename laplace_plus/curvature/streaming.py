@@ -15,7 +15,7 @@ from laplace_plus import checks
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, DataSums, same_sum
-from laplace_plus.network.gradients import batch_gradients, slices
+from laplace_plus.network.gradients import batch_gradients
 from laplace_plus.network.linearization import Linearization, linearize
 from laplace_plus.network.network import Network
 
@@ -96,7 +96,7 @@ class Stream:
 
     def chunks(self, total: int) -> Iterator[slice]:
         """Slices of so many vectors, of ``chunk_size``."""
-        return slices(total, 1, self.chunk_size)
+        return (slice(start, min(start + self.chunk_size, total)) for start in range(0, total, self.chunk_size))
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)

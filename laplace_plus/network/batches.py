@@ -25,16 +25,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
-from laplace_plus._progress import length, progress_bar
-from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputError, warn
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputError
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """The keys under which a mapping may hold its target; the first that is present is taken."""
 
 signature_of = lru_cache(256)(inspect.signature)  # of plain functions: a method as key would keep its object alive
-
-MANY_BATCHES = 10_000
-"""Batches of an iterable of unknown length from which it may be one that does not end."""
 
 _ENOUGH_REPEATED = 8
 """Targets that repeat their own tokens until data are refused; a masked language model's do so with odds of 1 to 9."""
@@ -107,9 +104,6 @@ def iterate(
     iterable: it may have no length, sample with replacement, or end with a shorter batch. Trailing shapes, such as the
     number of tokens, may differ between batches; the structure of the inputs and their dtypes may not.
 
-    Warns:
-        UserWarning: Without progress: very many batches came of an iterable of unknown length, which may not end.
-
     Raises:
         EmptyDataError: No batch holds an example.
         DataError: ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), a batch is
@@ -133,9 +127,6 @@ def iterate(
     first: Any = None
     repeated = 0.0
     for index, item in enumerate(data):
-        if index == MANY_BATCHES and not progress and length(data) == math.inf:
-            message = f"The data have no length, and yielded {index:,} batches so far. Loaders must end. progress=True"
-            warn(f"{message} shows how many come; itertools.islice(loader, n) takes n.")
         batch = split(item)
         inputs, target = to_device(batch.inputs, device), to_device(batch.target, device)
         if target.ndim == 0 or (batch_size(inputs) == 0) != (len(target) == 0):

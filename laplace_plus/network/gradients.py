@@ -26,6 +26,7 @@ from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.invariant import examined, use_gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
+from laplace_plus.structured.chunks import slices
 from laplace_plus.structured.gradients import (
     DenseGradients,
     EmbeddingGradients,
@@ -181,13 +182,6 @@ class Gradients:
             if not plan.members:
                 each += 4 * self.capture.n_examples * plan.layout.n_entries
         return slices(n_cotangents, each, COTANGENT_BYTES)
-
-
-def slices(length: int, bytes_each: int, limit: int) -> Iterator[slice]:
-    """Cut ``range(length)`` into slices of at most ``limit`` bytes, and of at least one element."""
-    step = max(1, limit // max(1, bytes_each))
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
 
 
 def _plans(network: Network, calls: Sequence[Call], general: frozenset[str]) -> list[_Plan]:

@@ -154,18 +154,6 @@ def test_a_scripted_head_is_the_last_layer():
     assert posterior.parameter_names == ("head.weight", "head.bias")
 
 
-def test_unused_parameters_cost_one_more_forward_pass_in_all():
-    """Autograd is asked once whether they are unused indeed."""
-    model, calls = perceptron(), []
-    model.register_module("idle", nn.Linear(3, 4).double())
-    model.forward = lambda x: model[2](model[1](calls.append(1) or model[0](x)))
-    x, y = reals()
-    lp.Full(model, "regression").fit([(x, y)])
-    first = len(calls)
-    lp.Full(model, "regression").fit([(x, y)] * 5)
-    assert len(calls) - first == first + 4
-
-
 # -- gradients that are cut off ----------------------------------------------------------------------------------------
 
 

@@ -119,28 +119,3 @@ def test_kronecker_factors_are_those_of_positions_for_each_example(way: str, siz
     x, _ = batches(6)[0]
     ours, wanted = (own.functional_posterior(x).covariance for own in fits)
     assert relative_error(ours, wanted) < EXACT
-
-
-@pytest.mark.parametrize("way", ["row", "vector", "each"])
-@pytest.mark.parametrize("backend", [lp.Native(), lp.Native("ggn_mc")])
-def test_later_batches_run_once(way: str, backend: lp.Native) -> None:
-    model = Tokens(way)
-    CALLS.clear()
-    lp.KFAC(model, "classification", backend=backend).fit(batches(5))
-    first = len(CALLS)
-    CALLS.clear()
-    lp.KFAC(model, "classification", backend=backend).fit(batches(5, 5, 3, 1))
-    assert CALLS[first:] == [5, 3, 1]
-
-
-@pytest.mark.parametrize("way", GENERAL)
-def test_examples_are_looked_for_in_the_first_batch_only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where some parameter has none."""
-    backward, calls = torch.autograd.grad, []
-    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **options: calls.append(1) or backward(*args, **options))
-    model, counts = Tokens(way), []
-    for sizes in [(5,), (5, 5), (5, 5, 5)]:
-        calls.clear()
-        lp.KFAC(model, "classification", backend=lp.Native("ggn_mc")).fit(batches(*sizes))
-        counts.append(len(calls))
-    assert counts[2] - counts[1] == counts[1] - counts[0] <= 3  # noqa: PLR2004 -- for the sampled labels, and the general path

@@ -78,51 +78,9 @@ def test_any_split_any_chunk_and_any_batch():
         assert operator(v[:0]).shape == (0, operator.shape[0])
 
 
-class Runs(nn.Module):
-    """Counts its calls; ``meets`` may let examples depend on each other, or refuse a number of them."""
-
-    def __init__(self, meets: Callable[[Tensor], Tensor] = lambda x: x):
-        super().__init__()
-        self.linear, self.meets, self.calls = nn.Linear(3, 2), meets, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(self.meets(x)).tanh()
-
-
-@pytest.mark.parametrize("make", [GGNOperator, HessianOperator, FisherOperator])
-def test_small_batches_cost_what_one_does(make):
-    x, y, v = normal(32, 3), torch.arange(32) % 2, normal(2, 8)
-    model, calls = Runs(), []
-    for size in (32, 2, 1):
-        operator = make(model, "classification", list(zip(x.split(size), y.split(size), strict=True)))
-        operator(v)  # finds out what works
-        model.calls = 0
-        operator(v)
-        calls.append(model.calls)
-    assert len(set(calls)) == 1
-
-
 def two_at_a_time(x: Tensor) -> Tensor:
     assert len(x) == 2
     return x
-
-
-@pytest.mark.parametrize("meets", [lambda x: x - x.mean(0), lambda x: x.cumsum(0), two_at_a_time])
-def test_batches_whose_examples_meet_stay_apart(meets):
-    model, x, v = Runs(meets), normal(8, 3), normal(4, 8)
-    batches = list(zip(x.split(2), normal(8, 2).split(2), strict=True))
-    operator = JacobianOperator(model, batches)
-    names = list(dict(model.named_parameters()))
-
-    def outputs(batch: Tensor) -> Callable[..., Tensor]:
-        values = lambda *own: dict(zip(names, own, strict=True))  # noqa: E731
-        return lambda *own: torch.func.functional_call(model, values(*own), (batch,)).flatten()
-
-    rows = [torch.autograd.functional.jacobian(outputs(part), tuple(model.parameters())) for part, _ in batches]
-    dense = torch.cat([torch.cat([own.flatten(1) for own in of_batch], 1) for of_batch in rows])
-    close(operator(v), v @ dense.mT, 1e-12)
-    close(operator.T(normal(4, 16)), normal(4, 16) @ dense, 1e-12)
 
 
 def test_seeds():
@@ -262,45 +220,6 @@ def test_bad_labels_and_options():
             operator(vectors)
 
 
-def test_untouched_when_a_pass_fails_half_way():
-    torch.manual_seed(0)
-    model = (
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 3)).double().train()
-    )
-    data = problem(lp.Categorical(), 3)[1]
-
-    class Fails:
-        failing = False
-
-        def __iter__(self) -> Iterator[Any]:
-            yield data[0]
-            if self.failing:
-                raise OSError("disk")
-            yield from data[1:]
-
-    loader = Fails()
-    before, modes = snapshot(model), (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    made = operators(model, loader)
-    reference = [operator(normal(3, operator.shape[1])) for operator in made]
-    assert_untouched(model, before)
-    loader.failing = True
-    for operator in made:
-        with pytest.raises(OSError, match="disk"):
-            operator(normal(3, operator.shape[1]))
-        assert_untouched(model, before)
-        assert modes == (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    loader.failing = False
-    for operator, wanted in zip(made, reference, strict=True):
-        close(operator(normal(3, operator.shape[1])), wanted, 1e-14)  # a first product checks one more vector
-
-
-def test_progress(capsys):
-    model, data = problem(lp.Categorical(), 3)
-    operator = GGNOperator(model, "classification", data, progress=True)
-    operator(normal(31))
-    assert capsys.readouterr().err.count("GGNOperator: 100%") >= 2  # noqa: PLR2004
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_types(dtype):
     model, data = problem(lp.Categorical(), 3)
@@ -312,16 +231,6 @@ def test_types(dtype):
     close(operator(v).double(), v.double() @ wanted, 1e-5 if dtype is torch.float32 else 0.05)
     view = operator.to_scipy()
     assert view.dtype == np.float32 and (view @ np.ones(31, np.float32)).dtype == np.float32
-
-
-def test_contexts_of_the_caller():
-    model, data = problem(lp.Categorical(), 3)
-    v = normal(2, 31)
-    wanted = v @ dense_ggn(model, lp.Categorical(), data)
-    with torch.inference_mode():
-        close(GGNOperator(model, "classification", [(x.clone(), y.clone()) for x, y in data])(v.clone()), wanted)
-    with torch.no_grad():
-        close(GGNOperator(model, "classification", data)(v), wanted)
 
 
 # -- as an operator among others ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zoo.architecture import imported
 
 import laplace_plus as lp
-from laplace_plus._memory import memory_budget
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.curvature.accumulation import token_mask
 from laplace_plus.likelihoods import Categorical
@@ -169,19 +168,6 @@ def test_factors_of_padded_batches_are_those_of_the_sequences(sharing, side, tok
     if token_level:
         alone = [(one, torch.ones_like(one["input_ids"])) for one, _ in alone]
     assert_equal_blocks(got, blocks(model, alone, sharing))
-
-
-@SHARINGS
-def test_neither_how_data_and_cotangents_are_cut_nor_what_padding_holds_matters(sharing):
-    model, tokens = attentive(), sequences()
-    model.embedding.requires_grad_(sharing == "expand")
-    whole = blocks(model, [(padded(tokens), LABELS)], sharing)
-    other = padded(tokens, filling=7)
-    assert_equal_blocks(blocks(model, [(other, LABELS)], sharing), whole)
-    parts = [({key: value[rows] for key, value in other.items()}, LABELS[rows]) for rows in ([0, 3], [1], [2, 4])]
-    assert_equal_blocks(blocks(model, parts, sharing), whole)
-    with memory_budget(40_000):  # few examples and cotangents at a time
-        assert_equal_blocks(blocks(model, [(other, LABELS)], sharing), whole)
 
 
 @pytest.mark.parametrize("kind", ["ggn_mc", "empirical_fisher"])

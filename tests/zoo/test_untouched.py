@@ -123,55 +123,6 @@ def test_labels_that_are_refused(name, cls):
         posterior.predictive(inputs)
 
 
-class Fails(nn.Module):
-    """Raises in the second forward pass, in the middle of the network."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.recurrent = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True)
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        h = self.recurrent(self.first(x))[0][:, -1]
-        if bool((x > 1e3).any()):
-            raise ZeroDivisionError("in the middle of the network")
-        return self.head(self.norm(h))
-
-
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
-def test_a_forward_pass_that_fails(cls):
-    torch.manual_seed(0)
-    model = Fails().train()
-    model.recurrent.eval()
-    watch = Watch(model)
-    good, bad = torch.randn(3, 2, 3), torch.full((3, 2, 3), 1e4)
-    y = torch.tensor([0, 1, 1])
-    posterior = cls(model, "classification")
-    with pytest.raises(ZeroDivisionError):
-        posterior.fit([(good, y), (bad, y)])
-    watch.assert_same()
-    posterior.fit([(good, y)])
-    for action in (posterior.functional_posterior, posterior.predictive, lambda x: posterior.update([(x, y)])):
-        with pytest.raises(ZeroDivisionError):
-            action(bad)
-        watch.assert_same()
-    assert posterior.n_data == 3
-
-
-def test_gradients_of_a_running_training_are_kept():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    nn.functional.cross_entropy(model(x), y).backward()
-    gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
-    with torch.no_grad():
-        lp.KFAC(model, "classification").fit([(x, y)]).predictive(x)
-        assert not torch.is_grad_enabled()
-    for parameter, (gradient, values) in zip(model.parameters(), gradients, strict=True):
-        assert parameter.grad is gradient
-        assert torch.equal(gradient, values)
-
-
 def test_hooks_stay_and_fire():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
