@@ -6,7 +6,7 @@ built if one dense block covers all parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -199,23 +199,15 @@ def _of_cotangents(gradients: Gradients, wanted: _Wanted, factor_sets: Sequence[
 
     Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
     """
+    numbers, each = torch.arange(wanted.n_positions * wanted.n_outputs), wanted.n_outputs
+    step = len(numbers) if mode == "joint" else next(iter(gradients.cotangent_chunks(len(numbers)))).stop
+    step = max(1, step // each) * each if mode == "full" else step  # whole positions
     chunks = []
-    for which in _numbers(gradients, wanted, mode):
+    for which in numbers.split(step):
         cotangents = wanted.cotangents(which)
         stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
-        chunks.append(_quadratic_forms(stacks, factor_sets, mode, wanted.n_outputs if mode == "full" else None))
+        chunks.append(_quadratic_forms(stacks, factor_sets, mode, each if mode == "full" else None))
     return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
-
-
-def _numbers(gradients: Gradients, wanted: _Wanted, mode: str) -> Iterator[Tensor]:
-    """The numbers of cotangents that go backwards together: whole positions, where covariances are wanted."""
-    numbers = torch.arange(wanted.n_positions * wanted.n_outputs)
-    step = len(numbers)
-    if mode != "joint":
-        step = next(iter(gradients.cotangent_chunks(len(numbers)))).stop
-    if mode == "full":
-        step = max(1, step // wanted.n_outputs) * wanted.n_outputs
-    yield from numbers.split(step)
 
 
 def _quadratic_forms(stacks: Any, factor_sets: Sequence[Factors], mode: str, block: int | None = None) -> list[Tensor]:

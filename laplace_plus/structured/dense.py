@@ -126,7 +126,7 @@ class DenseBlock(DecomposedBlock):
         self.changed()
 
     @override
-    def _sums_at(self, weights: Tensor) -> list[GramSum]:
+    def sums_at(self, weights: Tensor) -> list[GramSum]:
         return self.sums if self.n_components == 1 else [combine(self.sums, weights)]
 
     @override
@@ -139,14 +139,14 @@ class DenseBlock(DecomposedBlock):
 
     quadratic = Block.quadratic
 
-    def _avoids_vectors(self, weights: Tensor) -> bool:
+    def _avoids_vectors(self) -> bool:
         """Whether eigenvectors would take much longer than what can be had without them."""
         thin = self.n_components == 1 and self.sums[0].is_thin
-        return self.shape[1] * self.shape[2] >= LARGE and not thin and not self.is_diagonalised(weights)
+        return self.shape[1] * self.shape[2] >= LARGE and not thin and self._found is None
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        if self._avoids_vectors(weights):
+        if self._avoids_vectors():
             inverse_root = self._inverse_root(self.dense(weights), diagonal)
             if inverse_root is not None:
                 return inverse_root
@@ -187,7 +187,7 @@ class DenseBlock(DecomposedBlock):
 
     @override
     def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
-        if self._values_alone is None and not self._avoids_vectors(weights):
+        if self._values_alone is None and not self._avoids_vectors():
             return self.diagonalised(weights).values
         if self._values_alone is None:
             matrix = self.sums[0].matrix()

@@ -197,6 +197,9 @@ class DecomposedBlock(EigenBlock):
     """A block whose basis comes from eigendecompositions of sums, which are kept until it changes."""
 
     dtype: torch.dtype
+    basis_weights: Tensor | None = None
+    """The weights ``[K]`` at which the basis is fixed, where it is."""
+
     _found: Diagonalised | None = None
 
     @abstractmethod
@@ -204,8 +207,8 @@ class DecomposedBlock(EigenBlock):
         """All sums that the block holds."""
 
     @abstractmethod
-    def _sums_at(self, weights: Tensor) -> list[GramSum]:
-        """The sums to decompose at the weights of a basis; with one component those at a weight of one."""
+    def sums_at(self, weights: Tensor) -> list[GramSum]:
+        """The sums to decompose; with one component those at a weight of one."""
 
     @abstractmethod
     def diagonalised_by(self, pairs: Sequence[EigenPairs]) -> tuple[Basis, Tensor]:
@@ -213,20 +216,14 @@ class DecomposedBlock(EigenBlock):
 
     def diagonalised(self, weights: Tensor) -> Diagonalised:
         """The diagonal form; with one component, at a weight of one."""
-        at = self._basis_weights(weights)
-        if self._found is None or not self.is_diagonalised(weights):
-            pairs = [own.eigen() for own in self._sums_at(weights if at is None else at)]
-            self._found = Diagonalised(at, pairs, *self.diagonalised_by(pairs))
-        return self._found
-
-    def is_diagonalised(self, weights: Tensor) -> bool:
-        """Whether the eigendecomposition at these weights is known."""
-        at, known = self._basis_weights(weights), self._found
-        return known is not None and (at is None or (known.weights is not None and torch.equal(known.weights, at)))
-
-    def _basis_weights(self, weights: Tensor) -> Tensor | None:
-        """The weights ``[K]`` that an eigendecomposition belongs to; None where one serves all weights."""
-        return None if self.n_components == 1 else weights.detach().to(self.dtype)
+        at = self.basis_weights
+        if at is None and self.n_components > 1:
+            at = weights.detach().to(self.dtype)
+        known = self._found
+        if known is None or (at is not None and (known.weights is None or not torch.equal(known.weights, at))):
+            pairs = [own.eigen() for own in self.sums_at(weights if at is None else at)]
+            known = self._found = Diagonalised(at, pairs, *self.diagonalised_by(pairs))
+        return known
 
     @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:

@@ -192,11 +192,7 @@ class KroneckerBlock(DecomposedBlock):
     # -- the matrix ----------------------------------------------------------------------------------------------------
 
     @override
-    def _basis_weights(self, weights: Tensor) -> Tensor | None:
-        return super()._basis_weights(weights) if self.basis_weights is None else self.basis_weights
-
-    @override
-    def _sums_at(self, weights: Tensor) -> list[GramSum]:
+    def sums_at(self, weights: Tensor) -> list[GramSum]:
         left: Any = self.left_sums
         if self.n_components == 1:
             return [*left, self.right_sum]
