@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -23,8 +24,6 @@ class State:
 
     Example:
         >>> import torch
-        >>> from laplace_plus.curvature import Curvature
-    from laplace_plus.persistence import stored
         >>> @stored
         ... @dataclass(frozen=True)
         ... class Members(State):
@@ -36,6 +35,21 @@ class State:
     mean: Tensor
     n_data: int
     n_outputs: int
+
+
+def of_state(name: str, doc: str, check: Callable[[Any], Any] | None = None) -> Any:
+    """A property of a fitted posterior, a field of its state; it can be set to what ``check`` returns, if given."""
+
+    def get(posterior: Any) -> Any:
+        posterior.require_fit()
+        return getattr(posterior.state, name)
+
+    def set_(posterior: Any, value: Any) -> None:
+        assert check is not None
+        posterior.require_fit()
+        posterior._set_state(replace(posterior.state, **{name: check(value)}))
+
+    return property(get, None if check is None else set_, doc=doc)
 
 
 @stored

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -26,7 +27,7 @@ from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
 from laplace_plus.posteriors.base import Posterior, full_precision
-from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation
 from laplace_plus.tuning.deletions import INTERPOLATION
@@ -123,6 +124,13 @@ class ABNN(Posterior):
     """
 
     default_method = "sampled"
+    members = of_state("members", "γ and β of the fine-tuned members, ``[M, P]``.")
+    report = of_state("report", "How noisy networks do on the training data, a :class:`FineTuning`.")
+    noise_scale = of_state(
+        "noise_scale",
+        "The present α: ``scale``, or what :meth:`fit` or :meth:`fit_scale` made of it.",
+        partial(checks.number, "noise_scale", least=0.0),
+    )
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     def __init__(
@@ -257,28 +265,6 @@ class ABNN(Posterior):
         return FineTuning(found[0], found[1], *(found[2:] if likelihood.is_classifier else (None, None)))
 
     # -- what it found, and what is tuned ------------------------------------------------------------------------------
-
-    @property
-    def members(self) -> Tensor:
-        """γ and β of the fine-tuned members, ``[M, P]``."""
-        self.require_fit()
-        return self.state.members
-
-    @property
-    def report(self) -> FineTuning:
-        """How noisy networks do on the training data."""
-        self.require_fit()
-        return self.state.report
-
-    @property
-    def noise_scale(self) -> float:
-        """The present α: ``scale``, or what :meth:`fit` or :meth:`fit_scale` made of it."""
-        return self.state.noise_scale if self.is_fitted else self.scale
-
-    @noise_scale.setter
-    def noise_scale(self, value: float) -> None:
-        self.require_fit()
-        self._set_state(replace(self.state, noise_scale=checks.number("noise_scale", value, least=0.0)))
 
     @property
     def fine_tuned(self) -> bool:

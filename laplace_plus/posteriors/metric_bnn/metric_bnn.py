@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -36,7 +37,7 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     explore,
 )
 from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, Training
-from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning import Tuner, Validation
@@ -129,6 +130,12 @@ class MetricBNN(Posterior):
     """
 
     default_method = "sampled"
+    report = of_state("report", "How the exploration went, an :class:`ExplorationReport`.")
+    extent = of_state(
+        "extent",
+        "Fraction of each trajectory, from its start, that is sampled; in (0, 1], and 1 after a fit.",
+        partial(checks.number, "extent", above=0.0, most=1.0),
+    )
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     def __init__(
@@ -229,12 +236,6 @@ class MetricBNN(Posterior):
         return self.state.latents
 
     @property
-    def report(self) -> ExplorationReport:
-        """How the exploration went."""
-        self.require_fit()
-        return self.state.report
-
-    @property
     def latent_report(self) -> LatentReport:
         """How the autoencoder was trained."""
         return self._latents().report
@@ -274,17 +275,6 @@ class MetricBNN(Posterior):
         return other
 
     # -- the extent ----------------------------------------------------------------------------------------------------
-
-    @property
-    def extent(self) -> float:
-        """Fraction of each trajectory, from its start, that is sampled; in (0, 1], and 1 after a fit."""
-        self.require_fit()
-        return self.state.extent
-
-    @extent.setter
-    def extent(self, value: float) -> None:
-        self.require_fit()
-        self._set_state(replace(self.state, extent=checks.number("extent", value, above=0.0, most=1.0)))
 
     def tunables(self) -> dict[str, Sequence[float]]:
         """The extent takes the place of a prior precision."""

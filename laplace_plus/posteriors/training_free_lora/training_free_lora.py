@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from laplace_plus.network.adapters import adapter_pairs
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior, full_precision
-from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
 
@@ -83,6 +84,12 @@ class TrainingFreeLoRA(Posterior):
     """
 
     default_method = "sampled"
+    report = of_state("report", "How the scale was found, a :class:`ScaleSearch`.")
+    noise_scale = of_state(
+        "noise_scale",
+        "The scale σ; 0 where none was accepted.",
+        partial(checks.number, "noise_scale", least=0.0),
+    )
 
     def __init__(
         self,
@@ -135,23 +142,6 @@ class TrainingFreeLoRA(Posterior):
             bound = network + self.tolerance * (abs(network) if self.score == "nll" else 1)
             scale, steps = largest(score, bound, self.halvings)
         return AdapterNoise(self.network.vector(), n_data, n_outputs, scale, maps, ScaleSearch(network, tuple(steps)))
-
-    @property
-    def noise_scale(self) -> float:
-        """The scale σ; 0 where none was accepted."""
-        self.require_fit()
-        return self.state.noise_scale
-
-    @noise_scale.setter
-    def noise_scale(self, value: float) -> None:
-        self.require_fit()
-        self._set_state(replace(self.state, noise_scale=checks.number("noise_scale", value, least=0.0)))
-
-    @property
-    def report(self) -> ScaleSearch:
-        """How the scale was found."""
-        self.require_fit()
-        return self.state.report
 
     def _maps(self) -> tuple[Tensor, ...]:
         """``V diag(1/d) [r, q]`` of each selected A, in at least float32."""
