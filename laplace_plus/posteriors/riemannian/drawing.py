@@ -136,8 +136,8 @@ def draw(
     else:
         numbers = progress_bar(seeds.tolist(), enabled=progress, description="Riemannian")
         found = [_by_diffusion(method, landscape, start, number) for number in numbers]
-    points, *each = (torch.cat(column) for column in list(zip(*found, strict=True))[:-1])
-    return Drawn(points, PathReport(*each, tail=max(paths.tail for paths in found)))
+    points, statuses, evaluations, drift = (torch.cat(column) for column in list(zip(*found, strict=True))[:-1])
+    return Drawn(points, PathReport(statuses, evaluations, drift, max(paths.tail for paths in found)))
 
 
 def _by_geodesics(

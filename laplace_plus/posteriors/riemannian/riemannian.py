@@ -45,8 +45,8 @@ WHY = "Samples along the loss surface come from many passes over the data."
 _DECREMENT_SAMPLES = 16
 """Tangent samples that estimate the decrement; their relative standard error is ``(2/16)^½ = 0.35``."""
 
-_SHARED = ("network", "model", "likelihood", "backend")
-_SHARED += ("_prior_precision", "_prior_mean", "_temperature", "_prior_groups")
+_SHARED = "network model likelihood backend _prior_precision _prior_mean _temperature _prior_groups"
+"""What a posterior and its tangent have in common."""
 
 
 @stored
@@ -159,12 +159,12 @@ class Riemannian(Posterior):
 
     def _share(self) -> None:
         """Take over the tangent's network and hyperparameters, which may have been set or tuned there."""
-        vars(self).update({name: getattr(self.tangent, name) for name in _SHARED})
+        vars(self).update({name: getattr(self.tangent, name) for name in _SHARED.split()})
 
     @override
-    def require_fit(self) -> None:
+    def require_fit(self, *, thorough: bool = False) -> None:
         self._share()
-        super().require_fit()
+        super().require_fit(thorough=thorough)
 
     @override
     def prior(self) -> GaussianPrior:
@@ -362,12 +362,12 @@ class Riemannian(Posterior):
         points = self._bank().points
         x = self.network.receive(x)
         order = self._order(len(points), min(n, len(points)), generator).to(points.device)
-        line = Linearization(self.network, self.mean, x)
+        line = Linearization(self.network, self.mean, x) if self._linearized else None
         for some in order.split(self.chunk_size):
-            if self._linearized:
-                yield from line.outputs + line.push(points[some] - self.mean)
-            else:
+            if line is None:
                 yield from self.network.several(x, points[some])
+            else:
+                yield from line.outputs + line.push(points[some] - self.mean)
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,8 @@ class LastLayer(State):
     searched: Gaussians | None = None
 
 
-class _Features(NamedTuple):
+@dataclass(frozen=True)
+class _Features:
     """What passes over the data give: all features ``[n, D]`` with targets, but of regression, and sums over them."""
 
     index: Tensor
@@ -156,11 +157,12 @@ class VariationalLastLayer(Posterior):
 
     def _features(self, data: Iterable[Any], *, progress: bool) -> _Features:
         """What one pass over the data gives."""
-        seen, doubt, total, index = DataSums(self.network.device), 0.0, None, None
+        seen, count, doubt, total = DataSums(self.network.device), 0, 0.0, None
         features, targets = list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
             seen.add(batch, len(batch.target))
             index, phi, y, outputs = head_rows(self.network, self.likelihood, batch)
+            count += len(phi)
             doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
             if self.likelihood.is_gaussian:
                 new: Any = Regression.of(phi, y, _weights(self.network.vector(), index))
@@ -169,7 +171,7 @@ class VariationalLastLayer(Posterior):
                 total = self._curvature(phi, outputs, y) + (0.0 if total is None else total)
                 features.append(phi)
                 targets.append(y)
-        if index is None or not (total.size if self.likelihood.is_gaussian else sum(map(len, features))):
+        if not count:
             raise self.zero_curvature()
         if doubt > 0:
             doubt_logits(self.likelihood, doubt)
@@ -187,8 +189,8 @@ class VariationalLastLayer(Posterior):
 
     def _bound(self, state: LastLayer, rows: tuple[Tensor, Tensor], alpha: Tensor | None) -> Bound:
         prior_mean, heat = _weights(self._prior_mean.expand(self.n_parameters), state.index), float(self._temperature)
-        own = self.n_samples, self.keeps_mean, state.seed
-        return Bound(*rows, self.likelihood, self._kind, prior_mean, alpha, heat, *own)
+        keeps, seed = self.keeps_mean, state.seed
+        return Bound(*rows, self.likelihood, self._kind, prior_mean, alpha, heat, self.n_samples, keeps, seed)
 
     # -- the Gaussians -------------------------------------------------------------------------------------------------
 
@@ -224,9 +226,9 @@ class VariationalLastLayer(Posterior):
         return sums.solve(alpha.to(sums.gram), noise, *own)
 
     @override
-    def require_fit(self) -> None:
+    def require_fit(self, *, thorough: bool = False) -> None:
         """As of :class:`Posterior`; a posterior in closed form then follows its hyperparameters."""
-        super().require_fit()
+        super().require_fit(thorough=thorough)
         if self.state.sums is not None:
             self._solution()
 
