@@ -527,3 +527,33 @@ def test_further_names_of_tied_parameters_mean_one_use_alone():
 def test_messages_about_names_show_how_to_find_them():
     with pytest.raises(SelectionError, match=re.escape("named_parameters()")):
         select(perceptron(), "module.nothing")
+
+
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def last_layer(**options):
+    return lp.VariationalLastLayer(nn.Linear(3, 3), "classification", max_iterations=5, **options)
+
+
+INPUTS, LABELS = torch.ones(6, 3), torch.arange(6) % 3
+OTHERS = {
+    "ABNN, detached": (
+        lambda: lp.ABNN(nn.Sequential(nn.LayerNorm(3), Detached(3, 3)), "classification").fit([(INPUTS, LABELS)]),
+        "is zero",
+    ),
+    "field, lazy": (lambda: lp.SpatialField(nn.LazyLinear(3), "regression", box=[[0.0], [1.0]]), "not initialised"),
+    "no labels": (lambda: last_layer().fit([(INPUTS, torch.full_like(LABELS, -100))]), "is zero"),
+    "prior mean": (lambda: last_layer(prior_mean=torch.zeros(7)).fit([(INPUTS, LABELS)]), "prior mean"),
+    "odd samples": (lambda: last_layer(n_samples=3), "Expected"),
+    "no input": (lambda: last_layer().fit([(INPUTS, LABELS)]).predictive(INPUTS[:0]), "at least one example"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_bad_input_to_other_classes_is_refused(case):
+    call, said = OTHERS[case]
+    with pytest.raises(lp.errors.LaplacePlusError, match=said):
+        call()
