@@ -24,7 +24,6 @@ from torch.testing import assert_close
 
 from laplace_plus.errors import CheckpointError, DataError, EmptyDataError, LabelError, LaplacePlusError, NotFittedError
 from laplace_plus.posteriors import Posterior, load
-from laplace_plus.posteriors.storing import own_options
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -112,7 +111,7 @@ class PosteriorConformance(ABC):
         shared = inspect.signature(Posterior).parameters
         keywords = inspect.signature(type(posterior)).parameters.values()
         own = {one.name: one.default for one in keywords if one.name not in shared and one.kind != one.VAR_KEYWORD}
-        options = own_options(posterior).keys()
+        options = posterior.options.keys()
         assert options <= own.keys(), "loading passes every option to the constructor"
         assert {name for name in own if own[name] is not None} <= options, "saving keeps what options() names"
 

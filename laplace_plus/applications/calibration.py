@@ -40,7 +40,7 @@ from laplace_plus.network.batches import cut, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Posterior
-from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from laplace_plus.network.batches import (
 )
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors import Posterior
-from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.predictive.outputs import output_indices
@@ -122,11 +123,12 @@ class Through:
         if self._network is None:
             view.network = own.network.of(self.function, (self.likelihood or own.likelihood).arrange)
             self._network, self._n_outputs = view.network, _dependent_outputs(view, x)
-        view.other_likelihood = self.likelihood
+        view._other_likelihood = self.likelihood
         if self.likelihood is not None and view.link not in self.likelihood.links:
             view.link = None  # which the tuning chose for other outputs
         for one in (view, *(value for value in vars(view).values() if isinstance(value, Posterior))):
-            one.network, one.n_outputs = self._network, self._n_outputs
+            one.network, state = self._network, one.state
+            one._found = None if state is None else replace(state, n_outputs=self._n_outputs)
         return view
 
 

@@ -38,24 +38,23 @@ from laplace_plus.errors import (
     ConfigurationError,
     ModelChangedError,
     NotFittedError,
-    SelectionError,
     UnsupportedError,
+    warn,
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network.batches import Batch, iterate, signature_of
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import decode, encode
-from laplace_plus.posteriors.earlier import Earlier
 from laplace_plus.posteriors.predicting import Predicting
-from laplace_plus.posteriors.public import Summary, full_precision, positive, recording
+from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, recording
 from laplace_plus.posteriors.storing import save
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.tuning.base import Tuner, TuningResult, resolve_tuner
 
 
-class Posterior(Predicting, Earlier):
+class Posterior(Predicting):
     """A posterior over (some of) the parameters of a trained network, which itself is never changed.
 
     A subclass gives :meth:`fit_batches` and :meth:`sample`, and :meth:`functional_posterior` where it knows better than
@@ -75,13 +74,12 @@ class Posterior(Predicting, Earlier):
 
     Attributes:
         network: The model as a function of the selected parameters.
-        state: What the last fit found; None before it.
         options: The arguments of the class's own.
         training_data: The loaders of the fit, for methods that pass over the data again.
-        tuning: The result of the last tuning.
-        link: What ``predictive`` takes by default, as the last tuning chose it; None for the likelihood's first.
-        covariance_scale: Factor on the covariance of a Gaussian posterior, as the last tuning chose it: a cold
-            posterior for less than 1. A new prior precision or fit sets it to 1. The evidence is without it.
+        tuning: The result of the last tuning, which also chose the next three.
+        link: What ``predictive`` takes by default; None for the likelihood's first.
+        covariance_scale: Factor on a Gaussian's covariance: a cold posterior for less than 1. A new prior precision or
+            fit sets it to 1. The evidence is without it.
         tangent_mean: The tangent model's optimum, where linearised predictions have it as their mean.
         noise_per_output: Whether the fit gives each of several outputs a noise level of its own: so for
             ``"regression"``, by its name, until a noise is set.
@@ -95,16 +93,10 @@ class Posterior(Predicting, Earlier):
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {}
     """Classes of the tuners that this class supports, by shorthand; the first of them is ``"auto"``."""
 
-    one_precision: ClassVar[bool] = False
+    _one_precision: ClassVar[bool] = False
     """Whether a single prior precision scales all entries, so that several are refused."""
 
     options: dict[str, Any]
-    tuning: TuningResult | None
-    link: str | None
-    covariance_scale: float
-    tangent_mean: Tensor | None
-    noise_per_output: bool
-    training_data: TrainingData
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -123,18 +115,21 @@ class Posterior(Predicting, Earlier):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        self.memory_budget = memory_budget
+        if memory_budget is not None:
+            warn("memory_budget= has no effect any more: smaller batches take less memory.", DeprecationWarning)
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
         self.noise_per_output = isinstance(likelihood, str) and likelihood == "regression"
         self.network = Network(model, parameters, self.likelihood.arrange)
         self.model = self.network.model  # what weights are compared with
         self.backend = resolve_backend(backend)
-        self._found: Any = None
+        self._found: Any = None  # the state, and a mark of the network then
+        self._mark: Any = None
         self.earlier: Any = None  # the state of earlier tasks' data, to which fit() adds; see lp.continue_on
-        self._mark: Any = None  # of the network at the fit
-        self._prior_groups: Groups | None = None  # other than the layers
-        self.tuning, self.link, self.covariance_scale, self.tangent_mean = None, None, 1.0, None
         self.training_data = TrainingData()
+        self.tuning: TuningResult | None = None
+        self.link: str | None = None
+        self.covariance_scale, self.tangent_mean = 1.0, None
+        self._prior_groups: Groups | None = None  # other than the layers
         self._prior_precision = self._checked_precision(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean, copy=True)
         self.temperature = temperature
@@ -200,7 +195,7 @@ class Posterior(Predicting, Earlier):
     def _fitted(self, data: Iterable[Any], before: Any, *, reduce: Any = None, **options: Any) -> Self:
         """What :meth:`fit` and :meth:`update` do: work on a copy, and adopt its attributes when it has succeeded."""
         taken = signature_of(self.fit_batches).parameters
-        if before is not None and not {"before", "update"} & taken.keys():
+        if before is not None and "before" not in taken:
             what = f"{type(self).__name__} cannot be updated."
             raise UnsupportedError(what, expected="fit() on all the data", got="update()")
         if reduce is not None and "reduce" not in taken:
@@ -211,12 +206,12 @@ class Posterior(Predicting, Earlier):
         if before is None:
             made.network.forget()
         mark = made.network.mark()
-        offered = {**options, "before": before, "reduce": reduce, "update": before is not None}
+        offered = {**options, "before": before, "reduce": reduce}
         found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
         if (now := self.network.mark()) != mark:
             what, fix = "The network's forward pass writes to its own weights.", "Write to copies of them."
             raise ModelChangedError(what, expected="no other weights after it", got=_changed(mark, now), fix=fix)
-        made._set_state(found if found is not None else made._earlier_state())
+        made._set_state(found)
         if before is not None:
             made.training_data = self.training_data.plus(data)
         else:
@@ -315,11 +310,7 @@ class Posterior(Predicting, Earlier):
 
     @property
     def prior_groups(self) -> Groups:
-        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set.
-
-        Raises:
-            ConfigurationError: Setting groups of other parameters, or of a number that does not fit the precision.
-        """
+        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set."""
         own = self._prior_groups
         return Groups(LAYERWISE, self.layer_names, self.network.layer_index()) if own is None else own
 
@@ -342,7 +333,7 @@ class Posterior(Predicting, Earlier):
 
     def _checked_precision(self, value: float | Tensor) -> Tensor:
         precision = as_hyperparameter(value, copy=True)  # the caller may go on writing to theirs
-        if self.one_precision and precision.numel() > 1:
+        if self._one_precision and precision.numel() > 1:
             what = f"One precision scales all entries of a {type(self).__name__}."
             raise ConfigurationError(what, expected="a single prior precision", got=f"{precision.numel()} of them")
         return precision
@@ -393,6 +384,23 @@ class Posterior(Predicting, Earlier):
         return self._found is not None
 
     @property
+    def mean(self) -> Tensor:
+        """The posterior mean ``[P]``; NotFittedError before a fit."""
+        if self._found is None:
+            self.require_fit()
+        return self._found.mean
+
+    @property
+    def n_data(self) -> int:
+        """The number of examples seen; 0 before a fit."""
+        return 0 if self._found is None else self._found.n_data
+
+    @property
+    def n_outputs(self) -> int:
+        """C, or 0 where the method does not say, and before a fit."""
+        return 0 if self._found is None else self._found.n_outputs
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the selected parameters, in the order of the parameter vector."""
         return self.network.parameter_names
@@ -416,28 +424,18 @@ class Posterior(Predicting, Earlier):
         """Which parameter is treated how; NotFittedError: before :meth:`fit`."""
         self.require_fit()
         rows = tuple((item.name, item.size, item.layer, type(self).__name__) for item in self.network.selected)
-        return Summary(repr(self), rows, self._groups_in_words())
-
-    def _groups_in_words(self) -> str:
-        groups, precision = self._prior_groups, self._prior_precision
-        if groups is None:
-            return ""
-        names = [name or "(root)" for name in groups.names]
-        if precision.ndim == 0 or len(precision) != len(names):
-            return f"prior groups {groups.name}: {', '.join(names)}"
-        each = [f"{name} {value:.3g}" for name, value in zip(names, precision.tolist(), strict=True)]
-        return f"prior precisions of {groups.name}: {', '.join(each)}"
+        return Summary(repr(self), rows, describe_groups(self))
 
     def __repr__(self) -> str:
         state = f"fitted to {self.n_data} examples" if self.is_fitted else "not fitted"
         return f"{type(self).__name__}({self.likelihood!r}, P={self.n_parameters:,}, {state})"
 
-    def require_fit(self, *, thorough: bool = False) -> None:
+    def require_fit(self) -> None:
         """Look whether there is a fit that still holds.
 
         Raises:
             NotFittedError: There is none.
-            ModelChangedError: The network's weights, modules or their options are no longer those of the fit.
+            ModelChangedError: The network's tensors or modules are no longer those of the fit.
         """
         if self._found is None:
             what = f"This {type(self).__name__} has not been fitted."
@@ -448,16 +446,6 @@ class Posterior(Predicting, Earlier):
             fix = "Call fit() again after training, or give the posterior a copy of the model."
             expected = "the weights and buffers at the time of fit()"
             raise ModelChangedError(what, expected=expected, got=_changed(self._mark, now), fix=fix)
-
-    def zero_curvature(self) -> SelectionError:
-        """The error where the data say nothing at all about the selected parameters."""
-        names = self.parameter_names
-        what = f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}."
-        expected = "parameters that the outputs depend on, and some target that is not ignored"
-        got = f"{len(names)} parameters without influence on the likelihood of the data"
-        fix = "Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
-        fix += "never active, detached or rounded outputs, and logits so large that each probability is exactly 0 or 1."
-        return SelectionError(what, expected=expected, got=got, fix=fix)
 
     # -- saving, moving, copying ---------------------------------------------------------------------------------------
 
@@ -475,9 +463,7 @@ class Posterior(Predicting, Earlier):
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Self:
         """Follow the model to a device: after ``model.to(device)``, which the posterior does not do itself.
 
-        Raises:
-            ConfigurationError: The model is on another device, or its weights are of another type. A posterior of
-                another type is another posterior: fit it to ``model.to(dtype)``.
+        ConfigurationError where the model is on another device, or of another type: that is another posterior.
         """
         device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
         own = self.network.device
@@ -503,7 +489,7 @@ class Posterior(Predicting, Earlier):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are without training data and caches, and know whether the fit still holds."""
-        kept = vars(self) | dict.fromkeys(self.data_attributes) | {"training_data": TrainingData()}
+        kept = vars(self) | {"training_data": TrainingData()}
         for name, own in kept.items():
             if name.endswith("_cache"):
                 kept[name] = None

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any, TypeVar
 
 from laplace_plus.errors import ConfigurationError, unknown_option
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import Summary, full_precision
-from laplace_plus.posteriors.public import positive as check_positive
-
-__all__ = ["Summary", "check_positive", "common_arguments", "full_precision", "option_config", "resolve_option"]
 
 Option = TypeVar("Option")
-
-
-def common_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the ``locals()`` of a posterior's constructor, the keyword arguments that every posterior takes."""
-    names = [
-        name for name, own in signature(Posterior.__init__).parameters.items() if own.kind is Parameter.KEYWORD_ONLY
-    ]
-    return {name: arguments[name] for name in names}
 
 
 def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:
@@ -42,9 +28,3 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> 
     for option in options.keys() - own.keys():
         raise unknown_option(f"The {what} {name!r}", str(option), own)
     return known[name](**options)
-
-
-def option_config(value: Any, known: Mapping[str, type[Any]]) -> dict[str, Any]:
-    """The mapping from which :func:`resolve_option` restores a dataclass, in JSON's terms."""
-    name = next(name for name, cls in known.items() if isinstance(value, cls))
-    return {"name": name, **asdict(value)}

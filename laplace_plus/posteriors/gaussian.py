@@ -27,7 +27,7 @@ from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.network.batches import to_device
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import Summary, full_precision, positive
+from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, zero_curvature
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import moments
@@ -195,7 +195,7 @@ class GaussianPosterior(Posterior):
                 raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
             may_be_zero = may_be_zero and 0 in totals
         if may_be_zero and all(block.is_zero() for _, block in curvature):
-            raise self.zero_curvature()
+            raise zero_curvature(self)
 
     @override
     def _set_state(self, state: GaussianState) -> None:
@@ -267,7 +267,8 @@ class GaussianPosterior(Posterior):
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
         precision, temperature, scale = self._prior_precision, self._temperature, self.covariance_scale
         versions = precision._version, temperature._version
-        key = (self._found, precision, temperature, *versions, scale, self.likelihood, self._prior_groups)
+        curvature = None if self._found is None else self._found.curvature
+        key = (curvature, precision, temperature, *versions, scale, self.likelihood, self._prior_groups)
         if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
             if scale != 1:
                 checks.positive("covariance_scale", scale)
@@ -300,7 +301,7 @@ class GaussianPosterior(Posterior):
         """As of :class:`Posterior`; exact, or from ``n_samples`` draws."""
         self.require_fit()
         if n_samples is not None:
-            self.check_samples(n_samples, x)
+            self._check_samples(n_samples, x)
             if differentiable:
                 raise UnsupportedError("Samples pass no gradients to x.", expected="n_samples=None for an exact result")
             with torch.no_grad():
@@ -367,7 +368,7 @@ class GaussianPosterior(Posterior):
             title += f", {effective:.1f} effective parameters"
             nearly_all = effective > NEARLY * len(self.mean)
             title += ": nearly all, so that a larger network may fit better" * nearly_all
-        return Summary(title, tuple(rows), self._groups_in_words())
+        return Summary(title, tuple(rows), describe_groups(self))
 
     # -- the Gaussian over weights -------------------------------------------------------------------------------------
 

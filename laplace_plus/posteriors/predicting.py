@@ -48,7 +48,7 @@ class Predicting(ABC):
     default_method: ClassVar[Method] = "linearized"
     """How ``predictive`` predicts unless it is told."""
 
-    other_likelihood: Likelihood | None = None
+    _other_likelihood: Likelihood | None = None
     """That of the predictions, where they are of other outputs than the fit's; see ``lp.through``."""
 
     @abstractmethod
@@ -151,11 +151,11 @@ class Predicting(ABC):
                 "predictive", next(iter(batch)), [*signature_of(Predicting.predictive).parameters][2:-1]
             )
         checks.choice("method", method, (None, "linearized", "sampled"))
-        likelihood = self.other_likelihood or self.likelihood
+        likelihood = self._other_likelihood or self.likelihood
         first, sampled = link or self.link or likelihood.links[0], (method or self.default_method) == "sampled"
         count = MOST_SAMPLES if n_samples is None else n_samples
         if sampled or first == "mc":
-            self.check_samples(count, x)
+            self._check_samples(count, x)
         if sampled:
             if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
                 what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
@@ -231,7 +231,7 @@ class Predicting(ABC):
             raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none")
         return stacked(found)
 
-    def check_samples(self, n_samples: int, x: Any) -> None:
+    def _check_samples(self, n_samples: int, x: Any) -> None:
         """Raise unless the number of samples is positive, and there is something to predict."""
         checks.count("n_samples", n_samples)
         if not batch_size(x):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, unknown_option
+from laplace_plus.errors import ConfigurationError, SelectionError, unknown_option
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.priors import as_hyperparameter
 
@@ -45,7 +45,7 @@ def recording(constructor: M, common: Callable[..., Any]) -> M:
         for name in keywords:
             if name not in taken and name not in shared:
                 raise unknown_option(type(self).__name__, name, [*own, *[*shared][3:]])
-        if "options" not in vars(self) and not callable(getattr(type(self), "options", None)):  # the class's own
+        if "options" not in vars(self):  # of the class itself
             bound = signature(constructor).bind(self, *args, **keywords)
             bound.apply_defaults()
             self.options = {name: bound.arguments[name] for name in own}
@@ -86,3 +86,26 @@ class Summary:
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
         return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
+
+
+def describe_groups(posterior: Any) -> str:
+    """A line on the groups of a posterior's prior, for a summary; empty where they are the layers."""
+    groups, precision = posterior._prior_groups, posterior.prior_precision
+    if groups is None:
+        return ""
+    names = [name or "(root)" for name in groups.names]
+    if precision.ndim == 0 or len(precision) != len(names):
+        return f"prior groups {groups.name}: {', '.join(names)}"
+    each = [f"{name} {value:.3g}" for name, value in zip(names, precision.tolist(), strict=True)]
+    return f"prior precisions of {groups.name}: {', '.join(each)}"
+
+
+def zero_curvature(posterior: Any) -> SelectionError:
+    """The error where the data say nothing at all about a posterior's parameters."""
+    names = posterior.parameter_names
+    what = f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}."
+    expected = "parameters that the outputs depend on, and some target that is not ignored"
+    got = f"{len(names)} parameters without influence on the likelihood of the data"
+    fix = "Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
+    fix += "never active, detached or rounded outputs, and logits so large that each probability is exactly 0 or 1."
+    return SelectionError(what, expected=expected, got=got, fix=fix)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.deviations import is_sampled, pushed
 
@@ -44,7 +45,7 @@ class SampleBased(Posterior):
         Returns:
             ``[n, P]``.
         """
-        self.check_draws(n=n)
+        checks.count("n", n)
         return torch.addmm(self.mean, self._combinations(n, generator), self._deviations())
 
     def _combinations(self, n: int, generator: torch.Generator | None) -> Tensor:

@@ -59,7 +59,7 @@ def state_dict(found: Any) -> dict[str, Any]:
     hyperparameters = {name: getattr(posterior, name) for name in HYPERPARAMETERS}
     header = {
         "class": name_of(type(posterior)),
-        "options": encode(own_options(posterior), tensors, "options"),
+        "options": encode(posterior.options, tensors, "options"),
         "likelihood": posterior.likelihood.config(),
         "backend": backend.config(),
         "parameters": encode(masks, tensors, "parameters"),
@@ -67,12 +67,9 @@ def state_dict(found: Any) -> dict[str, Any]:
         "temperature": encode(posterior.temperature, tensors, "temperature"),
         "hyperparameters": encode(hyperparameters, tensors, "hyperparameters"),
         "network": fingerprint(posterior.model),
-        "state": encode(posterior._found, tensors, "state"),
+        "state": encode(posterior.state, tensors, "state"),
         "around": encode(around, tensors, "around"),
     }
-    if callable(posterior.state):
-        header["old"], own = posterior.state()
-        tensors |= {f"old.{name}": tensor for name, tensor in {"vector": posterior.mean, **own}.items()}
     return {"header": header, "tensors": tensors}
 
 
@@ -114,8 +111,6 @@ def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: A
         device = posterior.network.device
         found, hyperparameters = (decode(header[name], tensors, device) for name in ("state", "hyperparameters"))
         _restore(posterior, found, hyperparameters)
-        if "old" in header:
-            posterior.restore(header["old"], {n: own.to(device) for n, own in with_prefix(tensors, "old.").items()})
     for value in decode(header["around"], tensors):
         posterior = replace(value, posterior=posterior)
     return posterior
@@ -223,17 +218,3 @@ def _renamed(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             found[name] = own
     return found
-
-
-# -- classes without a state -------------------------------------------------------------------------------------------
-
-
-def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def own_options(posterior: Any) -> dict[str, Any]:
-    """The arguments of the class's own, from a method or an attribute."""
-    found = posterior.options
-    return found() if callable(found) else found

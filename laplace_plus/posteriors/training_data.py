@@ -11,6 +11,7 @@ from typing import Any
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.network.batches import DataSums, same_sum
+from laplace_plus.posteriors.public import zero_curvature
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def survey(posterior: Any, data: Iterable[Any]) -> tuple[int, int, float]:
         counts = counts or bool(posterior.likelihood.rows(outputs, batch.target)[2].any())
         n_outputs = outputs.shape[-1]
     if not counts:
-        raise posterior.zero_curvature()
+        raise zero_curvature(posterior)
     if doubt > 0:
         doubt_logits(posterior.likelihood, doubt)
     return sums.count, n_outputs, sums.values()[0]

@@ -21,8 +21,8 @@ from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size, describe
 from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
-from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.predictive.outputs import Outputs, output_indices, wants_variances

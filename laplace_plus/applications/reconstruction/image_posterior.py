@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 
 from laplace_plus import checks
 from laplace_plus.applications.reconstruction.linearized_image import LinearizedImage, _cholesky
-from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.public import full_precision
 
 
 class ImagePosterior(LinearizedImage):

@@ -18,7 +18,7 @@ from laplace_plus.applications.reconstruction.search import maximise
 from laplace_plus.network.batches import call, describe, output_tensor
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.tangent_model import batch_jacobian
 
@@ -30,8 +30,6 @@ _ENTRIES = 2**26
 
 class LinearizedImage:
     """What :class:`ImagePosterior` knows before it predicts: rows of Jacobians, the evidence and its maximum."""
-
-    _memory_budget = None
 
     def __init__(
         self,

@@ -25,7 +25,6 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.network.network import Network, exact_arithmetic, unwrap
 from laplace_plus.network.selection import Selection, refine, select, uses
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
-from laplace_plus.posteriors.storing import own_options
 from laplace_plus.priors import LAYERWISE, Groups
 
 
@@ -99,7 +98,7 @@ def continue_on(
     """
     require_posterior(posterior)
     old, before = posterior.network, posterior.laplace_model(moved=True)
-    cls, options, sums = type(posterior), own_options(posterior), posterior.state
+    cls, options, sums = type(posterior), posterior.options, posterior.state
     if isinstance(posterior, Subnetwork):
         cls, options = get_posterior(options["posterior"]), options["posterior_options"]
     _named(old, uses(unwrap(model)))  # refuses a network without them

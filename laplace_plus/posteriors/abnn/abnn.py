@@ -27,6 +27,7 @@ from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
 from laplace_plus.posteriors.base import Posterior, full_precision
+from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation
@@ -231,7 +232,7 @@ class ABNN(Posterior):
                 share = share * (targets @ weights if targets.is_floating_point() else weights[targets])
             loss = -(share * self.likelihood.log_density(outputs, targets)).sum()
             if not loss.requires_grad:
-                raise self.zero_curvature()
+                raise zero_curvature(self)
             (slope,) = torch.autograd.grad(loss, leaf)
         return slope / share.detach().sum().clamp_min(torch.finfo(share.dtype).tiny)
 

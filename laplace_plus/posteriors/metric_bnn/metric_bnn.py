@@ -37,6 +37,7 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     explore,
 )
 from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, Training
+from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.priors import as_hyperparameter
@@ -184,7 +185,7 @@ class MetricBNN(Posterior):
         seed, walk, vector = draw_seed(generator), self.walk, self.network.vector()
         slopes = (loss_gradient(self.network, self.likelihood, batch, vector)[0] for batch in self.batches(data))
         if not any(bool(slope.any()) for slope in slopes):
-            raise self.zero_curvature()
+            raise zero_curvature(self)
         if self.weight_decay is not None:
             self._prior_precision = as_hyperparameter(self.weight_decay * n_data)
         prior = self._prior_precision

@@ -22,6 +22,7 @@ from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
+from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.state import State
 
@@ -153,7 +154,7 @@ class ProjectedNoisePosterior(SampleBased):
     Of arguments it takes those that its subclasses share, and all of :class:`Posterior`.
     """
 
-    one_precision = True
+    _one_precision = True
     keeps_range: ClassVar[bool]
     """Whether the noise's component in the range is kept beside that in the null space."""
 
@@ -191,7 +192,7 @@ class ProjectedNoisePosterior(SampleBased):
         options: dict[str, Any] = {"keep_range": self.keeps_range, "progress": progress}
         noise = project_noise(rows, self.projector, self.n_samples, seed, **options)
         if not float(noise.report.rank.value) > 0:
-            raise self.zero_curvature()
+            raise zero_curvature(self)
         noise.report.warn_unless_converged()
         return noise
 

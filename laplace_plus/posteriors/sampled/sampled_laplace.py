@@ -22,7 +22,8 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.configuration import full_precision, resolve_option
+from laplace_plus.posteriors.configuration import resolve_option
+from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
@@ -134,7 +135,7 @@ class SampledLaplace(SampleBased):
         draws = Draws(prior, own.pulled_noise(k, generator))
         checks.finite("The sum of the data's gradients", draws.data, "Look for NaN and infinities in the data.")
         if not bool(draws.data.any()):
-            raise self.zero_curvature()
+            raise zero_curvature(self)
         self.tangent_mean = None
         solution = self._solution(self._solved(problem, draws, None, progress=progress))
         return SampledState(self.network.vector(), own.n_data, own.n_classes, draws, own.data_sum, **solution)

@@ -113,7 +113,7 @@ class TrainingFreeLoRA(Posterior):
             what = what if score == "nll" else "Errors are counted: many scales have the fewest."
             expected = 'score="nll" and labels=True, on anchors that were held out'
             raise ConfigurationError(what, expected=expected, got=got, fix="Set a tolerance.")
-        self.one_precision = score == "elbo"  # type: ignore[misc]
+        self._one_precision = score == "elbo"  # type: ignore[misc]
         self.n_samples, self.halvings = checks.count("n_samples", n_samples), checks.count("halvings", halvings)
         self.tolerance, self.labels, self.per_token = tolerance, bool(labels), bool(per_token)
         pairs = adapter_pairs(model) if isinstance(model, nn.Module) else {}  # what is no model is refused below

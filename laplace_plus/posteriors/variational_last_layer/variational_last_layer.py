@@ -99,7 +99,7 @@ class VariationalLastLayer(Posterior):
         tensor([22.])
     """
 
-    one_precision = True
+    _one_precision = True
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
     _solution_cache: tuple[tuple[Any, ...], Solution] | None = None
 
@@ -141,7 +141,7 @@ class VariationalLastLayer(Posterior):
         found = self._features(data, progress=progress)
         self.prior()  # refuses a mean of another shape
         vector, noise, n_outputs = self.network.vector(), self.noise_std, len(found.index)
-        seed, self.other_likelihood = draw_seed(generator) if self._kind == "mc" else 0, None
+        seed, self._other_likelihood = draw_seed(generator) if self._kind == "mc" else 0, None
         if noise is not None and self.noise_per_output and noise.ndim == 0 and 1 < n_outputs <= MANY_LEVELS:
             self.likelihood = self.likelihood.with_noise(noise.expand(n_outputs))
         state = LastLayer(vector, found.n_data, n_outputs, found.index, seed, found.data_sum)
@@ -172,7 +172,7 @@ class VariationalLastLayer(Posterior):
                 features.append(phi)
                 targets.append(y)
         if not count:
-            raise self.zero_curvature()
+            raise zero_curvature(self)
         if doubt > 0:
             doubt_logits(self.likelihood, doubt)
         rows = (torch.cat(features), torch.cat(targets)) if features else None
@@ -216,7 +216,7 @@ class VariationalLastLayer(Posterior):
         if self._solution_cache is None or not all(map(is_, self._solution_cache[0], key)):
             found = self._solution_at(self._prior_precision.detach(), self.noise_std)
             if found.rate is not None:
-                self.other_likelihood = StudentTNoise(found.shape, found.rate, self.likelihood.output_axis)
+                self._other_likelihood = StudentTNoise(found.shape, found.rate, self.likelihood.output_axis)
             self._solution_cache = key, found
         return self._solution_cache[1]
 

@@ -1,1 +1,0 @@
-"""What is left until no method asks for checkpoints of its own."""
