@@ -153,8 +153,7 @@ class Posterior(Predicting):
         * ``reduce(own, add)``: in several processes, the sum over all ranks of a value that :func:`encode` takes, by
           a function that adds two of them; a rank that has none passes None.
 
-        Returns:
-            The :class:`State`.
+        Returns a :class:`State`.
         """
 
     # -- fitting -------------------------------------------------------------------------------------------------------
@@ -175,7 +174,6 @@ class Posterior(Predicting):
             OutputError: Network outputs that do not fit it, such as probabilities in place of logits.
             NonFiniteError: NaN or Inf in parameters or outputs.
             SelectionError: The selected parameters have no influence on the likelihood of the data.
-            UnsupportedError: A curvature that the backend cannot compute.
         """
         self.network.check_finite()
         return self._fitted(data, None, progress=progress, generator=generator)
@@ -209,8 +207,7 @@ class Posterior(Predicting):
         offered = {**options, "before": before, "reduce": reduce}
         found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
         if (now := self.network.mark()) != mark:
-            what, fix = "The network's forward pass writes to its own weights.", "Write to copies of them."
-            raise ModelChangedError(what, expected="no other weights after it", got=_changed(mark, now), fix=fix)
+            raise _changed(mark, now, "The network's forward pass writes to its own weights.")
         made._set_state(found)
         if before is not None:
             made.training_data = self.training_data.plus(data)
@@ -259,15 +256,11 @@ class Posterior(Predicting):
             **options: Further arguments of the tuner that a shorthand stands for. ``evidence="tangent"`` makes
                 ``lp.Tangent`` of the three by marginal likelihood.
 
-        Returns:
-            The posterior, with ``prior_precision``, ``prior_groups``, ``noise_std`` and :attr:`tuning` set.
-
         Raises:
             NotFittedError: Before :meth:`fit`.
             UnsupportedError: A tuner that this class does not support, or a prior that its structure does not take.
             ConfigurationError: An unknown shorthand or option.
             DataError: The training data are needed, and not at hand; or all held-out targets are ignored.
-            NonFiniteError: A loss that is not finite.
 
         Warns:
             ConvergenceWarning: The tuning ended before it met its tolerance, or at the end of its grid.
@@ -310,7 +303,7 @@ class Posterior(Predicting):
 
     @property
     def prior_groups(self) -> Groups:
-        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set."""
+        """Which entries share one of the precisions of a prior precision ``[G]``; the layers, unless others are set."""
         own = self._prior_groups
         return Groups(LAYERWISE, self.layer_names, self.network.layer_index()) if own is None else own
 
@@ -442,10 +435,7 @@ class Posterior(Predicting):
             raise NotFittedError(what, expected="fit(loader) first", got="no data so far")
         now = self.network.mark()
         if now is not self._mark and now != self._mark:
-            what = "The network is no longer the one that the posterior was fitted on."
-            fix = "Call fit() again after training, or give the posterior a copy of the model."
-            expected = "the weights and buffers at the time of fit()"
-            raise ModelChangedError(what, expected=expected, got=_changed(self._mark, now), fix=fix)
+            raise _changed(self._mark, now, "The network is no longer the one that the posterior was fitted on.")
 
     # -- saving, moving, copying ---------------------------------------------------------------------------------------
 
@@ -507,7 +497,8 @@ class Posterior(Predicting):
 Posterior.__init__ = recording(Posterior.__init__, Posterior.__init__)  # type: ignore[method-assign]
 
 
-def _changed(before: Any, now: Any) -> str:
-    """The first tensor that two marks of a network tell apart."""
+def _changed(before: Any, now: Any, what: str) -> ModelChangedError:
+    """The error that names the first tensor which two marks of a network tell apart."""
     names = [new[0] for old, new in zip(before or [], now, strict=False) if old != new and type(old) is tuple]
-    return f"another {names[0]}" if names else "other modules, options or tensors"
+    got, fix = f"another {names[0]}" if names else "other modules", "Call fit() again, or give it a copy of the model."
+    return ModelChangedError(what, expected="the weights and buffers at the time of fit()", got=got, fix=fix)

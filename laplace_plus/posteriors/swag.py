@@ -32,7 +32,8 @@ from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network, unwrap
 from laplace_plus.network.selection import refine
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.base import Posterior, full_precision
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.sgd_path import DiagonalSWAG, PathMoments
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, survey

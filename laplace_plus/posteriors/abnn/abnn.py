@@ -26,8 +26,8 @@ from laplace_plus.network.network import unwrap
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
-from laplace_plus.posteriors.base import Posterior, full_precision
-from laplace_plus.posteriors.public import zero_curvature
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation

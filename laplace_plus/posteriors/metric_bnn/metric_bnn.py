@@ -26,7 +26,7 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.gradients import loss_gradient
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.base import Posterior, full_precision
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.metric_bnn.exploration import (
     ExplorationReport,
     Explored,
@@ -37,7 +37,7 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     explore,
 )
 from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, Training
-from laplace_plus.posteriors.public import zero_curvature
+from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.priors import as_hyperparameter

@@ -27,7 +27,8 @@ from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network.adapters import adapter_pairs
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.base import Posterior, full_precision
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
