@@ -1,12 +1,12 @@
 """What posteriors over the adapters of causal language models take, in time and in memory.
 
     python benchmarks/adapters_speed.py gpt2
-    python benchmarks/adapters_speed.py peaks ["512 MiB" [10]]
+    python benchmarks/adapters_speed.py peaks [10]
     nice python benchmarks/adapters_speed.py billion
 
 ``gpt2``: GPT-2 small with LoRA of rank 8 on the attention's inputs, a batch of 4 × 128 tokens. Calls take turns on one
-core; of each the least CPU time counts. ``peaks``: what one process takes for the same fit and answers, with a memory
-budget and a rank of the factors. ``billion``: a
+core; of each the least CPU time counts. ``peaks``: what one process takes for the same fit and answers, perhaps with a
+rank of the factors. ``billion``: a
 Llama of 1.1 billion weights in bfloat16, adapters of rank 8 on queries and values, one fit to two sequences, and its
 peak memory. Weights and texts are random.
 """
@@ -60,13 +60,13 @@ def small() -> tuple[nn.Module, dict[str, Tensor]]:
     return adapted(base, target_modules=["c_attn"], fan_in_fan_out=True), texts(4, 128, 50257)
 
 
-def peaks(memory_budget: str | None = None, factor_rank: str | None = None) -> dict[str, object]:
+def peaks(factor_rank: str | None = None) -> dict[str, object]:
     """What the process takes at most until after each step, in GB, all included; nothing else runs in it."""
     found: dict[str, object] = {"GB, libraries": peak()}
     model, data = small()
     found["GB, network"] = peak()
-    options = {"memory_budget": memory_budget, "factor_rank": None if factor_rank is None else int(factor_rank)}
-    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"), **options)
+    rank = None if factor_rank is None else int(factor_rank)
+    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"), factor_rank=rank)
     posterior.fit([data], generator=torch.Generator().manual_seed(0))
     found["GB, fit"] = peak()
     labels = data.pop("labels")
@@ -133,7 +133,7 @@ def billion(length: int = 32) -> dict[str, object]:
     data = texts(2, length, 32000)
     found: dict[str, object] = {"weights": sum(p.numel() for p in model.parameters()), "GB before": peak()}
     start = time.process_time()
-    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"), memory_budget="2 GiB")
+    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"))
     posterior.fit([data], generator=torch.Generator().manual_seed(0))
     found |= {"P": posterior.n_parameters, "fit, CPU seconds": time.process_time() - start, "GB after the fit": peak()}
     del data["labels"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from inspect import signature
 
 import pytest
@@ -72,23 +73,17 @@ class Jittered(lp.Posterior):
 
     default_method = "sampled"
 
-    def fit_batches(self, data, *, update, progress, generator):
-        n_data = self.n_data if update else 0
+    def fit_batches(self, data, *, progress, before=None):
+        n_data = 0 if before is None else before.n_data
         for batch in self.batches(data, progress=progress, description="Jittered"):
             outputs = self.network.forward(batch.inputs)
             self.likelihood.validate(outputs, batch.target)
             n_data += outputs.shape[0]
-        self.n_data = n_data
+        return lp.State(self.network.vector(), n_data, 0)
 
     def sample(self, n, *, generator=None):
         noise = torch.randn(n, self.n_parameters, dtype=self.mean.dtype, generator=generator)
         return self.mean + noise / self.prior_precision.sqrt()
-
-    def state(self):
-        return {}, {}
-
-    def restore(self, header, tensors):
-        pass
 
 
 lp.register("Jittered", Jittered)
@@ -101,9 +96,9 @@ class TestThirdParty(PosteriorConformance):
 
 def test_a_mean_of_ones_own_moves_linearised_predictions():
     class Shifted(Jittered):
-        def fit_batches(self, data, *, update, progress, generator):
-            super().fit_batches(data, update=update, progress=progress, generator=generator)
-            self.mean = self.network.vector() + 0.3
+        def fit_batches(self, data, *, progress, before=None):
+            state = super().fit_batches(data, progress=progress, before=before)
+            return dataclasses.replace(state, mean=self.network.vector() + 0.3)
 
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double(), torch.randn(5, 3).double()

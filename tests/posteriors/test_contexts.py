@@ -158,7 +158,7 @@ def test_no_tensor_of_a_call_stays_behind(make):
 def test_a_plugin_may_take_only_the_data():
     class Bare(lp.Posterior):
         def fit_batches(self, data):
-            self.n_data = sum(len(y) for _, y in data)
+            return lp.State(self.network.vector(), sum(len(y) for _, y in data), 0)
 
         def sample(self, n, *, generator=None):
             return self.mean + 0.1 * torch.randn(n, self.n_parameters, generator=generator)
@@ -184,7 +184,7 @@ def test_a_plugin_may_take_only_the_data():
 def test_a_plugin_has_the_mean_of_its_last_fit():
     class Bare(lp.Posterior):
         def fit_batches(self, data):
-            self.n_data = sum(len(y) for _, y in data)
+            return lp.State(self.network.vector(), sum(len(y) for _, y in data), 0)
 
         def sample(self, n, *, generator=None):
             return self.mean.expand(n, -1)
@@ -196,11 +196,7 @@ def test_a_plugin_has_the_mean_of_its_last_fit():
         model[0].weight.mul_(2)
     with pytest.raises(TypeError):
         posterior.fit(None)
-    with torch.no_grad():
-        model[0].weight.div_(2)
     assert torch.equal(posterior.mean, before)
-    with torch.no_grad():
-        model[0].weight.mul_(2)
     assert not torch.equal(posterior.fit(data).mean, before)
     assert torch.equal(posterior.mean, posterior.network.vector())
 
@@ -209,7 +205,7 @@ def test_a_plugin_has_the_mean_of_its_last_fit():
 def test_the_generator_decides_linearised_predictions_by_monte_carlo(name):
     class Bare(lp.Posterior):
         def fit_batches(self, data):
-            self.n_data = sum(len(y) for _, y in data)
+            return lp.State(self.network.vector(), sum(len(y) for _, y in data), 0)
 
         def sample(self, n, *, generator=None):
             return self.mean + 0.1 * torch.randn(n, self.n_parameters, generator=generator)

@@ -41,7 +41,6 @@ CHANGES = {
     "SGD": stepped(lambda p: torch.optim.SGD(p, 1e-3)),
     "Adam, one by one": stepped(lambda p: torch.optim.Adam(p, 1e-3, foreach=False)),
     "Adam, together": stepped(lambda p: torch.optim.Adam(p, 1e-3, foreach=True)),
-    "Adam, fused": stepped(lambda p: torch.optim.Adam(p, 1e-3, fused=True)),
     "load_state_dict": lambda m, x: m.load_state_dict({k: v * 1.001 for k, v in m.state_dict().items()}),
     "one entry": lambda m, x: m[0].weight.detach()[1, 1].add_(1e-3),
     "copy_": lambda m, x: m[0].weight.requires_grad_(False)[1].copy_(torch.zeros(70)),
