@@ -102,6 +102,7 @@ def test_a_changed_network_is_noticed(write, parameters, tmp_path):
     posterior.fit(data).predictive(data[0][0])
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")  # of what is no batch
 @EVERY_CLASS
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_malformed_input_leaves_no_trace(cls, bias):

@@ -163,9 +163,9 @@ class Riemannian(Posterior):
         vars(self).update({name: getattr(self.tangent, name) for name in _SHARED.split()})
 
     @override
-    def require_fit(self, *, thorough: bool = False) -> None:
+    def require_fit(self) -> None:
         self._share()
-        super().require_fit(thorough=thorough)
+        super().require_fit()
 
     @override
     def prior(self) -> GaussianPrior:

@@ -227,9 +227,9 @@ class VariationalLastLayer(Posterior):
         return sums.solve(alpha.to(sums.gram), noise, *own)
 
     @override
-    def require_fit(self, *, thorough: bool = False) -> None:
+    def require_fit(self) -> None:
         """As of :class:`Posterior`; a posterior in closed form then follows its hyperparameters."""
-        super().require_fit(thorough=thorough)
+        super().require_fit()
         if self.state.sums is not None:
             self._solution()
 
