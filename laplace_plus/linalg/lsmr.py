@@ -79,7 +79,7 @@ def lsmr(
         x0: First guess, ``[..., n]``.
         atol: Relative accuracy of A; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
         btol: Relative accuracy of b, with the same defaults.
-        conlim: The iteration ends when the estimated condition number exceeds this.
+        conlim: The iteration ends when the estimated condition number exceeds this; 0 for no limit.
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         n: Number of columns; otherwise it is taken from x0, an operator's shape, or the shape of ``rmatvec(b)``.
         parameters: The tensors to differentiate in.

@@ -74,7 +74,7 @@ def project_null_space(
         v: ``[..., n]``.
         atol: Relative accuracy of A; 1e-12 in float64, 1e-6 in float32, 1e-2 in half precision by default.
         btol: Relative accuracy of v, with the same defaults.
-        conlim: The iteration ends when the estimated condition number exceeds this.
+        conlim: The iteration ends when the estimated condition number exceeds this; 0 for no limit.
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         m: Number of rows; otherwise it is taken from an operator's shape or that of ``matvec(v)``.
         parameters: The tensors to differentiate in.
@@ -218,7 +218,7 @@ class LSMRProjection(ProjectionMethod):
 
     Args:
         tolerance: Of LSMR (its ``atol`` and ``btol``); 1e-12 in float64 and 1e-6 in float32 by default.
-        conlim: The iteration ends when the estimated condition number exceeds this.
+        conlim: The iteration ends when the estimated condition number exceeds this; 0 for no limit.
         max_iterations: Cap; by default that of :func:`~laplace_plus.linalg.lsmr`.
         refinements: Number of further solves that remove the rest of ``A v``: rounding leaves about ε‖A‖‖v‖, which
             matters in single precision. One in float32 and none in float64 by default; each takes as long as the first
