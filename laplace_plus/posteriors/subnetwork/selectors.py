@@ -64,45 +64,47 @@ class Selector(ABC):
     needs_data: ClassVar[bool] = False
     """Whether it passes over the data."""
 
-    @property
-    def needs_prior(self) -> bool:
-        """Whether its choice depends on the candidates' prior precision."""
-        return True
+    needs_prior: ClassVar[bool] = True
+    """Whether its choice depends on the candidates' prior precision."""
 
     @abstractmethod
     def choose(self, task: Task) -> Choice:
         """The mask of the chosen entries; SelectionError: there are not so many candidates, or none would be chosen."""
 
 
-def _check_size(size: float) -> None:
-    """Raise unless a size is a number of entries (int), or a fraction of them between 0 and 1 (float)."""
-    if isinstance(size, float):
-        checks.number("size", size, above=0.0, most=1.0)
-    else:
-        checks.count("size", size)
+@dataclass(frozen=True)
+class _Sized(Selector):
+    """One that chooses so many entries (int), or this fraction of them (float)."""
 
+    size: int | float
+    needs_prior = False
 
-def _count(size: float, total: int) -> int:
-    """Number of entries that an int, or a float as a fraction of ``total``, asks for."""
-    if size > total:
-        what = "The subnetwork is larger than what it is chosen from."
-        fix = "Ask for fewer entries, or name more candidates by parameters=."
-        raise SelectionError(what, expected=f"at most {total:,} entries", got=f"{size:,}", fix=fix)
-    return max(1, round(size * total)) if isinstance(size, float) else int(size)
+    def __post_init__(self) -> None:
+        if isinstance(self.size, float):
+            checks.number("size", self.size, above=0.0, most=1.0)
+        else:
+            checks.count("size", self.size)
 
+    def count(self, total: int) -> int:
+        """The number of entries to choose from ``total``."""
+        if self.size > total:
+            what = "The subnetwork is larger than what it is chosen from."
+            fix = "Ask for fewer entries, or name more candidates by parameters=."
+            raise SelectionError(what, expected=f"at most {total:,} entries", got=f"{self.size:,}", fix=fix)
+        return max(1, round(self.size * total)) if isinstance(self.size, float) else self.size
 
-def _largest(scores: Tensor, size: float) -> Tensor:
-    """The mask of the entries with the largest scores; the first ones where scores are equal."""
-    count = _count(size, len(scores))
-    checks.finite("What entries are ordered by", scores)
-    least = scores.topk(count).values[-1]
-    mask = scores > least
-    return mask.index_fill_(0, (scores == least).nonzero()[: count - int(mask.sum()), 0], True)
+    def largest(self, scores: Tensor) -> Tensor:
+        """The mask of the entries with the largest scores; the first ones where scores are equal."""
+        count = self.count(len(scores))
+        checks.finite("What entries are ordered by", scores)
+        least = scores.topk(count).values[-1]
+        mask = scores > least
+        return mask.index_fill_(0, (scores == least).nonzero()[: count - int(mask.sum()), 0], True)
 
 
 @stored
 @dataclass(frozen=True)
-class LargestVariance(Selector):
+class LargestVariance(_Sized):
     """The entries of largest marginal variance.
 
     Of all choices of that size these leave the smallest Wasserstein distance to the posterior over all candidates, both
@@ -117,24 +119,23 @@ class LargestVariance(Selector):
             further and takes the variances of its weights on the way.
     """
 
-    size: int | float
     variances: str | DiagonalSWAG = "laplace"
     needs_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_size(self.size)
+        super().__post_init__()
         if not isinstance(self.variances, DiagonalSWAG):
             checks.choice("source of variances", self.variances, ("laplace",))
 
     @property
     @override
-    def needs_prior(self) -> bool:
+    def needs_prior(self) -> bool:  # type: ignore[override]
         return self.variances == "laplace"
 
     @override
     def choose(self, task: Task) -> Choice:
         candidates = task.candidates
-        _count(self.size, candidates.n_parameters)  # before the work
+        self.count(candidates.n_parameters)  # before the work
         if isinstance(self.variances, DiagonalSWAG):
             path = self.variances.follow(
                 candidates.network, candidates.likelihood, task.data, progress=task.progress, generator=task.generator
@@ -151,28 +152,22 @@ class LargestVariance(Selector):
             )
             diagonal._fitted(task.data, None, reduce=task.reduce, progress=task.progress, generator=task.generator)
             variances = diagonal.variance()
-        return Choice(_largest(variances, self.size), variances)
+        return Choice(self.largest(variances), variances)
 
 
 @stored
 @dataclass(frozen=True)
-class LargestMagnitude(Selector):
+class LargestMagnitude(_Sized):
     """The entries of largest absolute value; ``size`` as for :class:`LargestVariance`."""
-
-    size: int | float
-    needs_prior = False
-
-    def __post_init__(self) -> None:
-        _check_size(self.size)
 
     @override
     def choose(self, task: Task) -> Choice:
-        return Choice(_largest(task.candidates.network.vector().abs(), self.size))
+        return Choice(self.largest(task.candidates.network.vector().abs()))
 
 
 @stored
 @dataclass(frozen=True)
-class Random(Selector):
+class Random(_Sized):
     """Entries at random, without replacement; ``size`` as for :class:`LargestVariance`.
 
     Args:
@@ -180,19 +175,14 @@ class Random(Selector):
         seed: Where the draw starts; by default the ``generator`` of ``fit``, or torch's own.
     """
 
-    size: int | float
     seed: int | None = None
-    needs_prior = False
-
-    def __post_init__(self) -> None:
-        _check_size(self.size)
 
     @override
     def choose(self, task: Task) -> Choice:
         total = task.candidates.n_parameters
         seed = draw_seed(task.generator) if self.seed is None else self.seed
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        chosen = order[: _count(self.size, total)]
+        chosen = order[: self.count(total)]
         return Choice(torch.zeros(total, dtype=torch.bool).index_fill_(0, chosen, True))
 
 
