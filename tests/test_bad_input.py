@@ -366,7 +366,6 @@ REFUSED = {
     "temperatures": lambda fitted: fitted.log_marginal_likelihood(temperature=torch.ones(2)),
     "temperature with an axis": lambda fitted: lp.KFAC(perceptron(), "classification", temperature=[2.0]),
     "negative temperature": lambda fitted: fitted.log_marginal_likelihood(temperature=-1.0),
-    "optimizer": lambda fitted: lp.train_marginal_likelihood(perceptron(), [batch()], epochs=1, optimizer="adam"),
     "count of probes": lambda fitted: linalg.draw_probes("gaussian", -1, 3),
     "generator of probes": lambda fitted: linalg.draw_probes("gaussian", 1, 3, generator=3),
     "no data": lambda fitted: lp.LowRank(perceptron(), "classification").fit(None),
