@@ -142,7 +142,7 @@ def test_both_objectives_have_the_same_minimiser(likelihood):
     assert (first - second).abs().max() < 1e-10
     units = PriorUnits(curvature, precision, weight)
     right = xi + weight**0.5 * pulled / precision.sqrt()
-    solution = cg(units.system, right, rtol=1e-13, parameters=()).value
+    solution = cg(units, right, rtol=1e-13).value
     assert (solution / precision.sqrt() - second).abs().max() < 1e-10
 
 

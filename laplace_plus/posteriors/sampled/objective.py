@@ -34,6 +34,7 @@ from laplace_plus.curvature import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.linalg import Operator
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network, exact_arithmetic
@@ -164,11 +165,14 @@ class Solved:
         return group_sums(self.u, self.image, index, n_groups), group_sums(self.u, self.u, index, n_groups)
 
 
-class PriorUnits:
-    """The system ``(I + W) u = b`` at a prior precision ``[P]`` and the weight ``1/(σ² T)`` of ``M₁``."""
+class PriorUnits(Operator):
+    """``I + W``, of the system ``(I + W) u = b`` at a prior precision ``[P]`` and the weight ``1/(σ² T)`` of ``M₁``."""
+
+    symmetric = True
 
     def __init__(self, curvature: TangentCurvature, precision: Tensor, weight: float):
         self.curvature, self.weight = curvature, weight
+        self.shape, self.dtype, self.device = curvature.shape, curvature.dtype, curvature.device
         self.root = precision.to(curvature.device).sqrt().to(curvature.dtype)
 
     def right_hand_side(self, draws: Draws) -> Tensor:
@@ -183,6 +187,10 @@ class PriorUnits:
     def system(self, u: Tensor, product: Rows | None = None) -> Tensor:
         """``(I + W) u``; arguments as for :meth:`image`."""
         return self.image(u, product).add_(u)
+
+    @override
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return self.system(vectors)
 
     def check(self, u: Tensor, draws: Draws, tolerance: float, iterations: int) -> Solved:
         """How near to the solution u is, from one product."""

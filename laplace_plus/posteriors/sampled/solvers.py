@@ -160,13 +160,12 @@ class TangentProblem:
             guess = draws.prior.clone()  # exact where the data determine nothing
             if isinstance(solver, CGSolver):
                 found = cg(
-                    system.system,
+                    system,
                     b,
                     preconditioner=self.preconditioner(system),
                     x0=guess if start is None else start * system.root,
                     rtol=solver.tolerance,
                     max_iterations=solver.max_iterations,
-                    parameters=(),
                     progress=progress,
                 )
                 u, n = found.value, int(found.iterations.max())
