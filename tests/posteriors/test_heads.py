@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import laplace_plus as lp
-from laplace_plus._memory import memory_budget
 from laplace_plus.curvature import structures
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured import DenseGradients, OuterGradients
@@ -250,19 +249,6 @@ def test_output_layer_gradients_equal_their_dense_forms(mode):
         assert relative_error(got, basis.coordinates(dense).quadratic(weights, mode)) < TIGHT
         picked = gradients.select(torch.tensor([1]))
         assert relative_error(picked.dense(slice(1, 3)), dense.dense(slice(1, 3))[[1]]) < TIGHT
-
-
-@pytest.mark.parametrize("budget", [2000, 2**30])
-def test_the_memory_budget_changes_nothing(budget):
-    want, _ = factor_of(9)
-    gradients = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
-    with memory_budget(budget):
-        factor, _ = factor_of(9)
-        for mode in ("full", "diagonal"):
-            torch.testing.assert_close(
-                factor.quadratic_form(gradients, mode), want.quadratic_form(gradients, mode), rtol=TIGHT, atol=TIGHT
-            )
-        torch.testing.assert_close(factor.log_determinant(), want.log_determinant())
 
 
 @pytest.mark.parametrize("coupled", [False, True])
