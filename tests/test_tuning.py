@@ -280,25 +280,6 @@ def test_indefinite_hessian_is_refused():
         posterior.fit_prior_precision("marginal_likelihood")
 
 
-def test_noise_may_stay():
-    posterior = fitted(lp.Full, "regression")[0]
-    posterior.fit_prior_precision("marginal_likelihood", tune_noise=False)
-    assert posterior.noise_std.item() == 0.5
-    assert posterior.tuning.noise_std is None
-    free = fitted(lp.Full, "regression")[0].fit_prior_precision("marginal_likelihood")
-    assert free.tuning.value > posterior.tuning.value
-
-
-def test_float32_networks_tune_as_well():
-    """Within the promise, although single precision only has 7 digits."""
-    net, x, y = problem("regression")
-    want = lp.KFAC(net, "regression").fit([(x, y)]).fit_prior_precision(structure="layerwise").tuning.value
-    single = lp.KFAC(net.float(), "regression").fit([(x.float(), y.float())]).fit_prior_precision(structure="layerwise")
-    assert single.tuning.converged
-    assert single.tuning.value == pytest.approx(want, abs=PROMISED)
-    assert single.prior_precision.dtype == torch.float32
-
-
 # -- what is computed once ---------------------------------------------------------------------------------------------
 
 

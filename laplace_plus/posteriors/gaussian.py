@@ -35,7 +35,7 @@ from laplace_plus.predictive.linearized import FunctionalPosterior, functional_p
 from laplace_plus.predictive.outputs import Outputs, pick
 from laplace_plus.structured import Factor, KroneckerBlock
 from laplace_plus.structured.sampling import add_draws_
-from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner
+from laplace_plus.tuning import GAUSSIAN_TUNERS, Tuner
 from laplace_plus.tuning.laplace import LaplaceModel
 
 MANY_LEVELS = 16

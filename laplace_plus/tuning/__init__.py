@@ -1,7 +1,7 @@
 """Tuning of hyperparameters: by the evidence, by held-out data, and by leave-one-out predictions without refitting."""
 
 from laplace_plus.tuning.auto import Auto, AutoTuning
-from laplace_plus.tuning.base import GAUSSIAN_TUNERS, Tuner, TuningResult
+from laplace_plus.tuning.base import Tuner, TuningResult
 from laplace_plus.tuning.laplace import LaplaceModel
 from laplace_plus.tuning.leave_one_out import LeaveOneOut, LeaveOneOutTuning
 from laplace_plus.tuning.left_out_predictions import LeaveOneOutPredictions
@@ -11,15 +11,16 @@ from laplace_plus.tuning.tangent import Tangent, TangentResult
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.tuning.validation import Validation
 
-GAUSSIAN_TUNERS.update(
-    marginal_likelihood=MarginalLikelihood,
-    mackay=MacKay,
-    em=ExpectationMaximisation,
-    tangent=Tangent,
-    validation=Validation,
-    leave_one_out=LeaveOneOut,
-    auto=Auto,
-)
+GAUSSIAN_TUNERS: dict[str, type] = {
+    "marginal_likelihood": MarginalLikelihood,
+    "mackay": MacKay,
+    "em": ExpectationMaximisation,
+    "tangent": Tangent,
+    "validation": Validation,
+    "leave_one_out": LeaveOneOut,
+    "auto": Auto,
+}
+"""The tuners of Gaussian posteriors, by shorthand; tuners of your own may be added."""
 
 __all__ = [
     "Auto",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.deletions import INTERPOLATION, Deletions, Leverages
 from laplace_plus.tuning.fitted_data import check_training_prior
 from laplace_plus.tuning.leave_one_out import LeaveOneOut
-from laplace_plus.tuning.left_out_losses import left_out_losses, link_options
+from laplace_plus.tuning.left_out_losses import Losses, left_out_losses, link_options
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
 from laplace_plus.tuning.midpoints import Between, compared_between
 from laplace_plus.tuning.noise import noise_from_residuals
@@ -192,7 +192,7 @@ class Auto:
         part = size < trained_size(posterior.network) and (noisy or end is not None)
         scales = SCALES if part else SCALES[SCALES.index(1.0) :]
         at = {"base": precision, "levels": torch.ones(1, device="cpu"), "scales": scales}
-        search = partial(left_out_losses, **at, progress=progress, **options)
+        search: Callable[..., Losses] = partial(left_out_losses, **at, progress=progress, **options)
         try:
             left_out = search(deletions, noisy=noisy)
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding

@@ -70,10 +70,6 @@ class Tuner(Protocol):
         """
 
 
-GAUSSIAN_TUNERS: dict[str, type[Any]] = {}
-"""The tuners of Gaussian posteriors, by shorthand. Each package of tuners adds its own."""
-
-
 Tunable = Any
 """A fitted Gaussian posterior: tuners read its network, n_data, prior_groups, training_data, prior_precision,
 temperature, predictive_mean, tuning and laplace_model()."""

@@ -123,11 +123,13 @@ class Deletions:
         inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
             displace them: then residuals grow by a factor.
         without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
+        of_the_fit: Whether the data are those of the fit, which a whole pass then checks.
     """
 
     n_examples, n_observations = 0, 0.0
     inflation: Tensor | None = None
     without_own = False
+    of_the_fit = True
 
     def __init__(
         self,
@@ -208,7 +210,7 @@ class Deletions:
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
         self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
-        if self.share == 1:
+        if self.share == 1 and self.of_the_fit:
             fitted.check()
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:

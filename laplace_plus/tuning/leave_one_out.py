@@ -11,7 +11,7 @@ noise held fixed, the predictive covariance ``V₋ₙ + σ²`` scales as a whole
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -31,7 +31,7 @@ from laplace_plus.tuning.fitted_data import (
     unknown_training_prior,
 )
 from laplace_plus.tuning.laplace import LaplaceModel
-from laplace_plus.tuning.left_out_losses import left_out_losses, link_options
+from laplace_plus.tuning.left_out_losses import Losses, left_out_losses, link_options
 from laplace_plus.tuning.left_out_predictions import require_leave_one_out
 from laplace_plus.tuning.validation import checked_grid, grid_settled
 
@@ -138,9 +138,9 @@ class LeaveOneOut:
         initial = posterior.prior_precision.detach()
         training, training_noise = self.of_training(posterior, model, data, progress)
         deletions = Deletions(posterior, data, self.kappa * training, training_noise, self.leverages, self.unit)
-        options = link_options(self, model.likelihood, generator)
+        options = {"noisy": noisy, "progress": progress, **link_options(self, model.likelihood, generator)}
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-        search = partial(left_out_losses, deletions, base, noisy=noisy, progress=progress, **options)
+        search: Callable[..., Losses] = partial(left_out_losses, deletions, base, **options)
         if self.grid is None:
             centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
             levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")

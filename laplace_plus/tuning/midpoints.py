@@ -59,7 +59,7 @@ def neighbours(
     between, labels = ((x[chosen, None] + x[near]) / 2).flatten(0, 1), y[chosen].repeat_interleave(NEIGHBOURS, 0)
     pairs = list(zip(between.split(size), labels.split(size), strict=True))
     found = Deletions(posterior, pairs, precision, None, "first_order", "position", displacing=_undisplaced)
-    found.share = 1 - 1e-9  # a whole pass would check that these are the data of the fit
+    found.of_the_fit = False
     soft = model.likelihood.couples_outputs and y.is_floating_point()
     classes = y.argmax(-1) if soft else y
     agree = classes[near].mode(1).values == classes[chosen]

@@ -350,16 +350,6 @@ def test_data_are_needed_again():
     assert posterior.fit_prior_precision(evidence="tangent", data=[(x, y)]).tuning.converged
 
 
-def test_separable_classes_have_a_finite_optimum():
-    """Their likelihood alone has none; the determinant keeps the precision away from zero."""
-    net, x, _ = mlp_problem()
-    y = (x[:, 0] > 0).long()
-    posterior = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision(evidence="tangent")
-    assert posterior.tuning.converged
-    assert torch.isfinite(posterior.tuning.vector).all()
-    assert posterior.prior_precision > 1e-6
-
-
 def test_an_unfinished_optimisation_says_so():
     net, x, y = mlp_problem()
     posterior = lp.Diagonal(net, "classification").fit([(x, y)])
@@ -408,18 +398,3 @@ def test_a_new_fit_forgets_the_tuning_of_the_earlier_one():
     with pytest.raises(ConfigurationError, match="since the fit"):
         posterior.predictive_mean = "tangent"
     assert posterior.tuning is None
-
-
-def test_an_exact_fit_has_a_bounded_noise():
-    """With as many weights as data nothing says how large the noise is, if the network is right in each of them."""
-    torch.manual_seed(0)
-    x = torch.randn(6, 2, dtype=torch.float64)
-    net = nn.Linear(2, 1).double()
-    y = net(x).detach()
-    posterior = lp.Full(net, "regression").fit([(x, y)])
-    with pytest.warns(ConvergenceWarning, match="limits of the search"):
-        posterior.fit_prior_precision(evidence="tangent")
-    assert not posterior.tuning.converged
-    assert math.isfinite(posterior.tuning.value)
-    assert torch.isfinite(posterior.tuning.vector).all()
-    assert 0 < posterior.noise_std < 1e-3

@@ -163,15 +163,6 @@ def test_noise_is_tuned_with_it(noise):
     assert posterior.tuning.value == pytest.approx(tuning.value, abs=5e-3)
 
 
-def test_noise_may_stay():
-    net, x, y = regressor()
-    posterior = lp.Full(net, lp.Gaussian(0.5), prior_precision=0.8).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, tune_noise=False)
-    assert float(posterior.noise_std) == 0.5
-    left = lp.leave_one_out(posterior, prior_precision=0.8, kappa=2.0)
-    assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-8)
-
-
 def test_several_precisions_are_multiplied_together():
     net, x, y = classifier()
     layers = torch.tensor([0.4, 1.2], dtype=torch.float64)
@@ -228,13 +219,6 @@ def test_refusals(options, error):
     with pytest.raises(error):
         posterior.fit_prior_precision("leave_one_out", **{"training_prior_precision": 1.0, **options})
     assert float(posterior.prior_precision) == 1.0
-
-
-def test_noise_by_monte_carlo_is_refused():
-    net, x, y = regressor()
-    posterior = lp.Full(net, "regression").fit([(x, y)])
-    with pytest.raises(UnsupportedError, match="tune_noise=False"):
-        posterior.fit_prior_precision("leave_one_out", training_prior_precision=1.0, link="mc")
 
 
 def test_predictions_around_the_tangent_optimum_are_refused():
