@@ -88,12 +88,6 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert selection.time_candidate("torch", too_large) == float("inf")
 
 
-def test_no_triton_without_its_device() -> None:
-    for choice in ("auto", "reference", "triton"):
-        with selection.use(choice):
-            assert selection.triton_kernels("symmetric_update", torch.device("cpu")) is None
-
-
 def test_kernels_run_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules can be imported without it, and the reference does the work."""
     monkeypatch.setattr(laplace_plus, "kernels", kernels)  # put back at the end

@@ -142,14 +142,6 @@ def test_poisson_moments_are_exact():
     torch.testing.assert_close(prediction.distribution.variance, prediction.variance, rtol=1e-9, atol=0)
 
 
-def test_poisson_without_uncertainty_is_poisson():
-    mean = torch.tensor([[0.5], [3.0]])
-    y = torch.tensor([[2.0], [15.0]])
-    prediction = from_functional(Poisson(), mean, torch.zeros(2, 1, 1))
-    expected = td.Poisson(mean.exp()).log_prob(y).sum(-1)
-    torch.testing.assert_close(prediction.log_prob(y), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_heteroscedastic_moments_are_exact():
     mean, covariance = gaussian(4, size=4, scale=0.8)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
@@ -225,16 +217,6 @@ def test_variances_alone_suffice_for_closed_forms(likelihood, link):
     torch.testing.assert_close(diagonal.variance, full.variance)
     torch.testing.assert_close(diagonal.epistemic + diagonal.aleatoric, diagonal.variance)
     assert (diagonal.mutual_information() >= 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("likelihood", "link"), CLOSED)
-def test_half_precision_is_widened(likelihood, link, dtype):
-    mean, covariance = gaussian(3, size=2)
-    prediction = from_functional(likelihood, mean.to(dtype), covariance.to(dtype), link=link, generator=generator())
-    assert prediction.mean.dtype == prediction.variance.dtype == prediction.samples.dtype == torch.float32
-    wide = from_functional(likelihood, mean.to(dtype).float(), covariance.to(dtype).float(), link=link)
-    assert torch.equal(prediction.mean, wide.mean)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -317,16 +299,6 @@ def test_joint_classification_correlates_inputs(lead, link):
     expected = prediction.samples[..., 0].reshape(n, -1).prod(-1).mean().log()
     torch.testing.assert_close(prediction.log_prob(y), expected)
     assert prediction.log_prob(y).shape == () and prediction.entropy().shape == lead
-
-
-def test_joint_gaussian_by_monte_carlo_agrees():
-    mean, covariance, _ = joint_gaussian(2, size=1)
-    y = mean + 0.1
-    exact = from_functional(Gaussian(0.8), mean, covariance, joint=True).log_prob(y)
-    sampled = from_functional(
-        Gaussian(0.8), mean, covariance, link="mc", n_samples=200_000, generator=generator(), joint=True
-    ).log_prob(y)
-    torch.testing.assert_close(sampled, exact, rtol=0, atol=0.02)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -218,6 +218,8 @@ def test_many_outputs_of_sampled_posteriors(monkeypatch):
         torch.zeros(5, 0, dtype=torch.long),
         torch.zeros(5, 1),
         torch.ones(5, 3, dtype=torch.bool),
+        True,
+        [True, 0],
     ],
 )
 def test_choices_that_do_not_fit_are_refused(outputs):
@@ -233,12 +235,6 @@ def test_negative_choices_count_from_the_end():
     for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         last = posterior.functional_posterior(x, outputs=torch.full((5, 1), -1, dtype=dtype))
         torch.testing.assert_close(last.covariance, third, rtol=1e-12, atol=0)
-
-
-def test_a_single_truth_value_is_no_choice():
-    posterior, x = perceptron_posterior()
-    with pytest.raises(ConfigurationError, match="does not have these outputs"):
-        posterior.functional_posterior(x[:1], outputs=True)
 
 
 def counted_examples(net):
@@ -310,9 +306,3 @@ def test_nothing_to_predict_is_named() -> None:
     posterior = lp.Diagonal(nn.Linear(3, 2), "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)])
     with pytest.raises(lp.errors.DataError, match="nothing to predict"):
         posterior.functional_posterior(torch.zeros(0, 3))
-
-
-def test_indices_and_truth_values_do_not_mix() -> None:
-    posterior = lp.Diagonal(nn.Linear(3, 2), "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)])
-    with pytest.raises(lp.errors.ConfigurationError, match=r"\[True, 0\]"):
-        posterior.functional_posterior(torch.zeros(1, 3), outputs=[True, 0])

@@ -308,24 +308,6 @@ def test_moments_alone_give_a_variance():
         prediction.entropy()
 
 
-@pytest.mark.parametrize("lead", [(3,), (3, 2)])
-def test_a_distribution_gives_everything(lead):
-    outputs = normal(100, *lead, 2)
-    own = LogDensity(
-        lambda f, y: td.Normal(f, 0.5).log_prob(y).sum(-1), distribution=lambda f: td.Normal(f, torch.tensor(0.5))
-    )
-    prediction, reference = (
-        from_samples(likelihood, outputs, generator=generator()) for likelihood in (own, Gaussian(0.5))
-    )
-    y = normal(*lead, 2, seed=3)
-    torch.testing.assert_close(prediction.mean, reference.mean)
-    torch.testing.assert_close(prediction.variance, reference.variance)
-    torch.testing.assert_close(prediction.log_prob(y), reference.log_prob(y))
-    torch.testing.assert_close(prediction.distribution.log_prob(y), reference.log_prob(y))
-    torch.testing.assert_close(prediction.entropy(), reference.entropy(), rtol=0.3, atol=0.1)
-    torch.testing.assert_close(prediction.distribution.variance, reference.variance)
-
-
 # As an object ---------------------------------------------------------------------------------------------------------
 
 
