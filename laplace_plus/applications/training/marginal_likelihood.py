@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.applications.training.loop import LoopOptions, OptimizerFactory, SchedulerFactory
+from laplace_plus.applications.training.loop import OptimizerFactory, SchedulerFactory
 from laplace_plus.applications.training.run import MarginalLikelihoodTraining, PosteriorFactory, Run, Settings, Update
 from laplace_plus.curvature import Backend
 from laplace_plus.likelihoods import resolve_likelihood
@@ -140,32 +140,9 @@ def train_marginal_likelihood(
         >>> trained.posterior.predictive(x).mean.shape
         torch.Size([40, 1])
     """
-    resolved = resolve_likelihood(likelihood)
-    options = LoopOptions(
-        epochs=epochs,
-        optimizer=optimizer,
-        optimizer_options=dict(optimizer_options or {}),
-        scheduler=scheduler,
-        schedule_by=schedule_by,
-        max_gradient_norm=max_gradient_norm,
-    )
-    settings = Settings(
-        likelihood=resolved,
-        posterior=get_posterior(posterior) if isinstance(posterior, str) else posterior,
-        structure=structure,
-        prior_precision=prior_precision,
-        prior_mean=prior_mean,
-        temperature=temperature,
-        tune_noise=tunes_noise(resolved, tune_noise),
-        backend=backend,
-        burn_in=burn_in,
-        frequency=frequency,
-        hyper_steps=hyper_steps,
-        hyper_lr=hyper_lr,
-        early_stopping=early_stopping,
-        patience=patience,
-        callback=callback,
-        progress=progress,
-    )
-    settings.check(epochs)
-    return Run(model, loader, curvature_loader, settings, options, generator).train(state)
+    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
+    given["likelihood"] = resolve_likelihood(likelihood)
+    given["posterior"] = get_posterior(posterior) if isinstance(posterior, str) else posterior
+    given["tune_noise"] = tunes_noise(given["likelihood"], tune_noise)
+    given["optimizer_options"] = dict(optimizer_options or {})
+    return Run(model, loader, curvature_loader, Settings(**given), generator).train(state)

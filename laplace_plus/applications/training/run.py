@@ -96,8 +96,8 @@ class MarginalLikelihoodTraining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What :func:`~laplace_plus.train_marginal_likelihood` has besides the options of its epochs."""
+class Settings(LoopOptions):
+    """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, without data and randomness."""
 
     likelihood: Likelihood
     posterior: PosteriorFactory
@@ -116,17 +116,17 @@ class Settings:
     callback: Callable[[Update], object] | None
     progress: bool
 
-    def check(self, epochs: int) -> None:
-        """ConfigurationError for numbers out of range, or that do not go together."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         checks.count("burn_in", self.burn_in, 0)
         checks.count("frequency", self.frequency)
         for name, value in (("hyper_steps", self.hyper_steps), ("patience", self.patience)):
             checks.count(name, 1 if value is None else value)
         checks.positive("temperature", self.temperature)
         checks.positive("hyper_lr", self.hyper_lr)
-        if self.burn_in >= epochs:
+        if self.burn_in >= self.epochs:
             what, expected = "The hyperparameters would never be updated.", "fewer epochs of burn_in than epochs"
-            raise ConfigurationError(what, expected=expected, got=f"burn_in={self.burn_in}, epochs={epochs}")
+            raise ConfigurationError(what, expected=expected, got=f"burn_in={self.burn_in}, epochs={self.epochs}")
         if self.patience is not None and not self.early_stopping:
             what = "Patience belongs to early stopping."
             raise ConfigurationError(what, expected="early_stopping=True", got="early_stopping=False")
@@ -154,14 +154,13 @@ class Run:
         loader: Iterable[Any],
         curvature_loader: Iterable[Any] | None,
         settings: Settings,
-        options: LoopOptions,
         generator: torch.Generator | None,
     ):
         self.curved = loader if curvature_loader is None else curvature_loader
-        self.model, self.settings, self.epochs, self.generator = model, settings, options.epochs, generator
+        self.model, self.settings, self.generator = model, settings, generator
         self.posterior = settings.make_posterior(model)
         self.network = self.posterior.network
-        self.loop = Loop(model, self.network, loader, options, generator=generator, other=curvature_loader)
+        self.loop = Loop(model, self.network, loader, settings, generator=generator, other=curvature_loader)
         self.updates: list[Update] = []
         self.best: dict[str, Tensor] | None = None  # the weights of the update with the greatest evidence
         self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # the result's hyperparameters
@@ -177,7 +176,7 @@ class Run:
                 n_data, n_batches = loop.sizes(loop.loader)
                 loop.mean_batch_size = n_data / n_batches
                 loop.n_data = n_data if self.curved is loop.loader else loop.sizes(self.curved)[0]
-            epochs = range(len(loop.losses) + 1, self.epochs + 1)
+            epochs = range(len(loop.losses) + 1, settings.epochs + 1)
             bar = progress_bar(epochs, enabled=settings.progress, description="marginal likelihood")
             for epoch in bar:
                 recent = self.updates[-settings.patience :] if settings.patience else []
@@ -223,7 +222,7 @@ class Run:
         if self.curved is loop.loader:
             loop.n_data = loop.n_examples
         beyond = epoch - settings.burn_in
-        if epoch == self.epochs or (beyond > 0 and beyond % settings.frequency == 0):
+        if epoch == settings.epochs or (beyond > 0 and beyond % settings.frequency == 0):
             self._update(epoch, loss)
             if settings.early_stopping and self._keeps(self.updates[-1]):
                 self.best = weights_of(self.network.model)
@@ -271,7 +270,7 @@ class Run:
             evidence=kept.evidence,
             losses=tuple(self.loop.losses),
             updates=tuple(self.updates),
-            stopped_early=len(self.loop.losses) < self.epochs,
+            stopped_early=len(self.loop.losses) < self.settings.epochs,
             n_data=posterior.n_data,
             state=state,
         )
