@@ -296,7 +296,7 @@ def test_hyperparameters_are_shared():
     posterior = lp.Riemannian(net, "classification", n_samples=3).fit(data)
     before = posterior.samples
     assert posterior.samples is before
-    posterior.tangent.fit_prior_precision("marginal_likelihood")
+    posterior.fit_prior_precision("marginal_likelihood")
     assert posterior.prior_precision == posterior.tangent.prior_precision != 1.0
     assert posterior.prior().precision == posterior.tangent.prior_precision
     tuned = posterior.samples

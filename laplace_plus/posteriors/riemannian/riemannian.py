@@ -38,7 +38,6 @@ from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
-from laplace_plus.priors import GaussianPrior
 from laplace_plus.tuning import Tuner, TuningResult, fitted_data
 
 WHY = "Samples along the loss surface come from many passes over the data."
@@ -46,7 +45,8 @@ WHY = "Samples along the loss surface come from many passes over the data."
 _DECREMENT_SAMPLES = 16
 """Tangent samples that estimate the decrement; their relative standard error is ``(2/16)^½ = 0.35``."""
 
-_SHARED = "network model likelihood backend _prior_precision _prior_mean _temperature _prior_groups"
+_SHARED = "network model likelihood noise_per_output backend "
+_SHARED += "_prior_precision _prior_mean _temperature _prior_groups covariance_scale"
 """What a posterior and its tangent have in common."""
 
 
@@ -55,7 +55,7 @@ _SHARED = "network model likelihood backend _prior_precision _prior_mean _temper
 class RiemannianState(State):
     """The tangent's state, the seed of samples, a number by which the data are recognised, and the samples, if any.
 
-    ``drawn_at`` are the prior's precision and mean, the temperature and the noise of the samples.
+    ``drawn_at`` are the hyperparameters at which they were drawn.
     """
 
     tangent: State
@@ -63,19 +63,6 @@ class RiemannianState(State):
     data_sum: float
     drawn: Drawn | None = None
     drawn_at: tuple[Tensor | None, ...] = ()
-
-
-def _of_tangent(name: str) -> property:
-    """A hyperparameter that is read from the tangent, and set there."""
-
-    def get(posterior: Riemannian) -> Any:
-        return getattr(posterior.tangent, name)
-
-    def set_(posterior: Riemannian, value: Any) -> None:
-        setattr(posterior.tangent, name, value)
-        posterior._share()
-
-    return property(get, set_, doc=getattr(Posterior, name).__doc__)
 
 
 class Riemannian(Posterior):
@@ -91,11 +78,10 @@ class Riemannian(Posterior):
     the tangent is: tune its prior precision first. Diffusions take ``n_steps · rank`` products with the curvature, and
     keep to the valley less closely.
 
-    :meth:`fit` fits the tangent. Its hyperparameters are those of this posterior, set and tuned in either place
-    (:meth:`fit_prior_precision`). Samples are drawn when they are first needed, or by :meth:`draw`, and again when
-    hyperparameters have changed. Predictions average over the stored samples of the nonlinear network, or of the
-    linearised one with ``lp.ExponentialMap(linearized=True)``. The loss should be twice differentiable. The class
-    cannot be updated.
+    :meth:`fit` fits the tangent, whose hyperparameters are those of this posterior, set and tuned here. Samples are
+    drawn when they are first needed, or by :meth:`draw`, and again when hyperparameters have changed. Predictions
+    average over the stored samples of the nonlinear network, or of the linearised one with
+    ``lp.ExponentialMap(linearized=True)``. The loss should be twice differentiable. The class cannot be updated.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -120,7 +106,6 @@ class Riemannian(Posterior):
     """
 
     default_method = "sampled"
-    tangent: Posterior
 
     def __init__(
         self,
@@ -145,37 +130,21 @@ class Riemannian(Posterior):
         self._given = isinstance(known, Posterior)
         if isinstance(known, Posterior):
             _check_given(known, model, likelihood, {**(tangent_options or {}), **common})
-            self.tangent, likelihood = copy.copy(known), known.likelihood
+            inner = copy.copy(known)
         else:
-            self.tangent = known(model, likelihood, **common, **(tangent_options or {}))
-        super().__init__(model, likelihood, **{**common, "temperature": self.tangent.temperature})
-        self.options |= {
-            "tangent": name_of(kind),
-            "tangent_options": self.tangent.options,
-            "method": self.method,
-        }
-        self._share()
+            inner = known(model, likelihood, **common, **(tangent_options or {}))
+        super().__init__(model, inner.likelihood, **common)
+        self._tangent = inner
+        _share(inner, self)
+        self.options |= {"tangent": name_of(kind), "tangent_options": inner.options, "method": self.method}
 
     # -- the tangent ---------------------------------------------------------------------------------------------------
 
-    def _share(self) -> None:
-        """Take over the tangent's network and hyperparameters, which may have been set or tuned there."""
-        vars(self).update({name: getattr(self.tangent, name) for name in _SHARED.split()})
-
-    @override
-    def require_fit(self) -> None:
-        self._share()
-        super().require_fit()
-
-    @override
-    def prior(self) -> GaussianPrior:
-        self._share()
-        return super().prior()
-
-    prior_groups = _of_tangent("prior_groups")
-    prior_precision = _of_tangent("prior_precision")
-    temperature = _of_tangent("temperature")
-    noise_std = _of_tangent("noise_std")
+    @property
+    def tangent(self) -> Posterior:
+        """The Gaussian posterior, at the present hyperparameters, which are set and tuned here."""
+        _share(self, self._tangent)
+        return self._tangent
 
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """The tangent's evidence, in nats; see its own method."""
@@ -191,13 +160,6 @@ class Riemannian(Posterior):
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
         """What the tuner finds for the tangent."""
         return self.tangent.run_tuner(tuner, progress=progress, generator=generator)
-
-    @override
-    def apply_tuning(self, result: TuningResult) -> None:
-        """Set the tangent's hyperparameters; samples are drawn anew when next needed."""
-        self.tangent.apply_tuning(result)
-        self.tuning = result
-        self._share()
 
     # -- fitting and drawing -------------------------------------------------------------------------------------------
 
@@ -218,16 +180,15 @@ class Riemannian(Posterior):
                 fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
             tangent.fit(data, progress=progress, generator=generator)
-        self._share()
+            _share(tangent, self)
         own = tangent.mean, tangent.n_data, tangent.n_outputs
         return RiemannianState(*own, tangent.state, draw_seed(generator), data_sum)
 
     @override
     def _set_state(self, state: RiemannianState) -> None:
-        if not self.tangent.is_fitted:  # loaded
-            self.tangent._prior_groups, self.tangent._prior_precision = self._prior_groups, self._prior_precision
+        if not self._tangent.is_fitted:  # loaded
             self.tangent._set_state(state.tangent)
-            self._share()
+            _share(self._tangent, self)
         super()._set_state(state)
 
     @property
@@ -303,7 +264,8 @@ class Riemannian(Posterior):
         return self
 
     def _hyperparameters(self) -> tuple[Tensor | None, ...]:
-        own = self._prior_precision, self._prior_mean, self._temperature, self.noise_std
+        scale = torch.tensor(self.covariance_scale)
+        own = self._prior_precision, self._prior_mean, self._temperature, self.noise_std, scale
         return tuple(None if one is None else one.detach().clone() for one in own)
 
     def _bank(self) -> Drawn:
@@ -369,6 +331,10 @@ class Riemannian(Posterior):
                 yield from self.network.several(x, points[some])
             else:
                 yield from line.outputs + line.push(points[some] - self.mean)
+
+
+def _share(source: Posterior, target: Posterior) -> None:
+    vars(target).update({name: getattr(source, name) for name in _SHARED.split()})
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:
