@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network.network import exact_arithmetic
@@ -159,6 +159,10 @@ def leave_one_out(
             covariance = batch.by_position(covariance) * posterior.covariance_scale
             parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, batch.leverages.sum(-1)))
     deletions.check(largest)
+    shapes = sorted({tuple(part[2].shape[1:]) for part in parts})
+    if len(shapes) > 1:
+        what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
+        raise DataError(what, expected="as many positions in every batch", got=str(shapes), fix=fix)
     mean, covariance, outputs, targets, top, traces = (torch.cat(own) for own in zip(*parts, strict=True))
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
 
