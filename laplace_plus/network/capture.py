@@ -92,6 +92,7 @@ class _Recorder(TorchFunctionMode):
         tables: By the output's id, look-ups that may be the same for all examples, and the sums that they enter.
         moves_rows: Whether rows are moved by indices that depend on the inputs.
         cuts_off: Whether a parameter is used without derivatives, or something is detached.
+        widest: Memory of the largest output of a function that has a derivative.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], inputs: Any, keep_graph: bool):
@@ -104,6 +105,7 @@ class _Recorder(TorchFunctionMode):
         self.uncovered: set[str] = set()
         self.tables: dict[int, list[Any]] = {}
         self.moves_rows = self.cuts_off = self.packed = False
+        self.widest = 0
         # Ids of the inputs and of all that was computed from them; None where these cannot be told.
         self.from_inputs = _ids_of(inputs)
 
@@ -121,10 +123,7 @@ class _Recorder(TorchFunctionMode):
         call = self._described(func, used, args, kwargs) if used and func in RULES else None
         if call is not None:
             self.uses += map(_NAME, used)
-            rows = [
-                part if part is not None and part.name in self.wanted else None for part in (call.weight, call.bias)
-            ]
-            call.weight, call.bias = rows
+            call.weight, call.bias = self._selected(call.weight), self._selected(call.bias)
             call.version = call.value._version if call.rows and torch.is_grad_enabled() else 0
         output = func(*args, **kwargs)
         if self.tables:
@@ -136,6 +135,8 @@ class _Recorder(TorchFunctionMode):
         elif func in _DETACHING:
             self.cuts_off = self.cuts_off or any(tensor.requires_grad for tensor in tensors)
         self._note_moves(func, args, tensors, output)
+        if isinstance(output, Tensor) and output.requires_grad:
+            self.widest = max(self.widest, output.numel() * output.element_size())
         return output
 
     def _selected(self, part: ParameterRows | None) -> ParameterRows | None:
@@ -288,17 +289,17 @@ class Capture:
             self._look_whether_pointwise()
         self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
         self.n_examples = len(self.outputs)
-        self.cotangent_bytes = 0
+        self.cotangent_bytes = 0  # about the memory of one cotangent's backward pass
         for call in self.calls:
             self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like["dtype"].itemsize
+        self.cotangent_bytes = max(self.cotangent_bytes, 0 if self.pointwise else 2 * recorder.widest)
 
     def _look_whether_pointwise(self) -> None:
         """Whether the outputs are the call's own in some order: if the derivative moves rows and does nothing else."""
         with torch.enable_grad():
             outputs = self.graph_outputs.flatten(0, -2) if self.graph_outputs.ndim > 1 else self.graph_outputs
-        n = len(outputs)
-        probe = generic(outputs)
-        probe[:, :1] = (torch.arange(n, device=probe.device)[:, None] + 1) / max(1, n)  # no two rows are alike
+        n, probe = len(outputs), generic(outputs)
+        probe[:, 0] = (torch.arange(n, device=probe.device) + 1) / max(1, n)  # no two rows are alike
         (found,) = self._backward(probe.view(self.output_shape)[None], self.calls)
         found = found[0].movedim(self.calls[0].feature_axis, -1)
         found = found.flatten(0, -2) if found.ndim > 1 else found[None]
@@ -374,9 +375,12 @@ class Capture:
 
 
 def generic(like: Tensor) -> Tensor:
-    """Normal numbers of a tensor's shape and type, the same each time."""
+    """Irregular numbers of a tensor's shape and type, the same each time; large ones are products of two vectors."""
     source = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=source, dtype=torch.float64).to(like.device, like.dtype)
+    if like.numel() <= 2**20 or like.ndim < 2:  # noqa: PLR2004
+        return torch.randn(like.shape, generator=source, dtype=torch.float64).to(like.device, like.dtype)
+    rows, columns = (torch.randn(n, generator=source).to(like) for n in (like.shape[:-1].numel(), like.shape[-1]))
+    return torch.outer(rows, columns).view(like.shape)
 
 
 def _place_tables(tables: Iterable[list[Any]], outputs: Tensor) -> None:
