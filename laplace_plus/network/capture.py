@@ -186,9 +186,10 @@ class _Recorder(TorchFunctionMode):
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:
             if id(tensor) in self.tables and _tensors(output):  # queries such as .shape return none
-                is_sum = func in _SUMS and not kwargs and output.requires_grad
-                like = {"dtype": output.dtype, "device": output.device}
-                place = (like, output.shape, get_gradient_edge(output)) if is_sum else None
+                place = None
+                if func in _SUMS and not kwargs and output.requires_grad:
+                    like = {"dtype": output.dtype, "device": output.device}
+                    place = like, output.shape, get_gradient_edge(output)
                 self.tables[id(tensor)].append(place)
 
     def _note_other_use(self, func: Any, used: tuple[ParameterRows, ...], output: Any) -> None:

@@ -152,11 +152,13 @@ class Network:
     def select_last_layer(self, layer: str | None) -> None:
         """Select the parameters; a batch may have shown which layer is last (None: the last one defined)."""
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)
-        for item in self.selected:
-            if not self.tensor(item.name).is_floating_point():
-                what, got = f"Parameter {item.name!r} has no real numbers.", f"{self.tensor(item.name).dtype}"
-                fix = "Leave it out: parameters=lambda name, p: p.is_floating_point()."
-                raise UnsupportedError(what, expected="weights of a floating type", got=got, fix=fix)
+        for item in self.selected if not isinstance(self.selection, str) or layer or self.selection == "all" else ():
+            if self.tensor(item.name).is_complex():
+                what, fix = (
+                    f"{item.name!r} holds complex weights.",
+                    "Pass parameters=lambda name, p: not p.is_complex().",
+                )
+                raise UnsupportedError(what, expected="real weights", got=f"{self.tensor(item.name).dtype}", fix=fix)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
         # Further names of tied parameters that are not selected as a whole: each use is told apart.

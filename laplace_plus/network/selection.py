@@ -143,6 +143,11 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     )
 
 
+def trained(name: str, parameter: nn.Parameter) -> bool:
+    """Selects every weight that was trained and is real."""
+    return parameter.requires_grad and not parameter.is_complex()
+
+
 def refine(selected: Iterable[Selected], chosen: Tensor | None = None) -> dict[str, Tensor]:
     """Masks by parameter name for a selection, or for its ``chosen`` entries ``[P]``; they are a selection again."""
     masks, start = {}, 0

@@ -78,11 +78,15 @@ class Shadow:
             if (value and key not in _TREE) if key in _STANDARD else type(value) not in _SHARED:
                 own[key] = self.mapped(value)
         own["training"], own["_compiled_call_impl"] = False, None
+        if theirs.get("sparse") is True:  # of an embedding: sparse gradients have few operations
+            own["sparse"] = False
         own["_parameters"] = parameters = theirs["_parameters"].copy()
         for key, parameter in parameters.items():
             if parameter is not None:
                 use = self.apart.get((id(theirs["_parameters"]), key)) if self.apart else None
-                parameters[key] = self.parameter(parameter) if use is None else use
+                use = self.parameter(parameter) if use is None else use
+                # An embedding with a largest norm writes to its weights.
+                parameters[key] = use.clone() if theirs.get("max_norm") is not None else use
         writes = not type(module).__module__.startswith("torch.nn.modules.")
         own["_buffers"] = {
             key: None if buffer is None else self.buffer(buffer, writes) for key, buffer in theirs["_buffers"].items()
