@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.deviations import is_sampled, pushed
 
 
@@ -27,6 +26,11 @@ class SampleBased(Posterior):
     @abstractmethod
     def _deviations(self) -> Tensor:
         """Draws ``z = θ − θ̂`` at the present hyperparameters, ``[k, P]``."""
+
+    @property
+    def _center(self) -> Network:
+        """The network with the posterior mean as its weights."""
+        return self.network
 
     @property
     def samples(self) -> Tensor:
@@ -57,7 +61,7 @@ class SampleBased(Posterior):
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         """From the k samples that the posterior holds."""
-        return pushed(self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs)
+        return pushed(self._center, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs)
 
     @override
     def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
@@ -68,17 +72,3 @@ class SampleBased(Posterior):
             mean, deviations = self._pushed(x)  # k products, however many samples are asked for
             combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
             return mean + combined.view(n, *mean.shape)
-
-
-def held_out_scores(
-    posterior: Posterior, data: Iterable[Any], predictions: Callable[[Any], Sequence[Prediction]]
-) -> Tensor:
-    """Mean log-probabilities of held-out targets, float64: one for each of the predictions of a batch's inputs."""
-    total, count = torch.zeros((), dtype=torch.float64), 0.0
-    with torch.no_grad():
-        for batch in posterior.batches(data, progress=False, description=""):
-            found = [made.log_prob(batch.target).double().sum().cpu() for made in predictions(batch.inputs)]
-            total = total + torch.stack(found)
-            outputs = posterior.network.forward(batch.inputs)
-            count += float(posterior.likelihood.rows(outputs, batch.target)[2].sum())
-    return total / max(1.0, count)

@@ -31,7 +31,6 @@ from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive import from_samples
-from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.auto import TOLERANCE
 from laplace_plus.tuning.base import require_only
@@ -199,8 +198,8 @@ class VIKING(ProjectedNoisePosterior):
         return BoundAtMean(self._elbo(again, n_data), self._center, self.noise, self.n_outputs)
 
     @property
+    @override
     def _center(self) -> Network:
-        """The network with the mean as its weights."""
         return self.network if self.training is None else MovedNetwork(self.network, self.mean)
 
     @property
@@ -275,11 +274,6 @@ class VIKING(ProjectedNoisePosterior):
     def samples(self) -> Tensor:
         """The k independent draws ``θ̂ + σ_ker P ε + σ_im (I − P) ε`` that the posterior holds, ``[k, P]``."""
         return self.mean + sum(self._components())
-
-    @override
-    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
-        center = self._center
-        return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs)
 
 
 def _warn_unless_converged(converged: bool) -> None:
