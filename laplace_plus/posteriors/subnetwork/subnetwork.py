@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,6 +60,8 @@ class Subnetwork(GaussianPosterior):
         10
     """
 
+    _choice: Choice | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -73,22 +76,20 @@ class Subnetwork(GaussianPosterior):
             selector = Chosen()
         self.selector = selector if isinstance(selector, Selector) else Chosen(selector)
         cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
-        if not (isinstance(cls, type) and issubclass(cls, GaussianPosterior)) or issubclass(cls, Subnetwork):
+        of_structure = isinstance(cls, type) and issubclass(cls, GaussianPosterior) and not issubclass(cls, Subnetwork)
+        if not of_structure or cls._sums is not GaussianPosterior._sums:
             what, expected = "A subnetwork has a Gaussian posterior.", "lp.Full, lp.KFAC or lp.Diagonal"
             raise ConfigurationError(what, expected=expected, got=repr(cls))
-        self.inner_class, self.inner_options = cls, dict(posterior_options or {})
         super().__init__(model, likelihood, **common)
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             what, expected = "A subnetwork is chosen under a prior of one number.", "one prior_precision and prior_mean"
             got = f"{self._prior_precision.numel()} and {self._prior_mean.numel()} numbers"
             fix = "Set posterior.prior_precision after fit(), or tune it with structure='layerwise'."
             raise ConfigurationError(what, expected=expected, got=got, fix=fix)
-        self._model = model
-        self._candidates = self.network
-        self._inner = self._over(self.network.selection)
-        self.structure = self._inner.structure
-        self._choice: Choice | None = None
-        self.options = {"posterior": name_of(cls), "posterior_options": self._inner.options}
+        inner = cls(model, likelihood, **(posterior_options or {}), **common)
+        self.structure = inner.structure
+        self._candidates, self._choice = self.network, None
+        self.options = {"posterior": name_of(cls), "posterior_options": inner.options}
         self.options["selector"] = storable(self.selector)
 
     def squared_wasserstein(self, variances: Tensor | None = None) -> Tensor:
@@ -129,38 +130,30 @@ class Subnetwork(GaussianPosterior):
         reduce: Reduce | None = None,
     ) -> GaussianState:
         options: Any = {"progress": progress, "generator": generator, "reduce": reduce}
-        precision = self._prior_precision
-        if before is not None:
-            inner = self._over(refine(self.network.selected))
-            inner.network = self.network
-            inner._set_state(before)
-        else:
+        if before is None:
             self._choice = self._choose(data, **options)
             self.options = {**self.options, "selector": storable(self.selector)}
-            inner = self._over(refine(self._candidates.selected, self._choice.mask))
+            network = self._candidates.selecting(refine(self._candidates.selected, self._choice.mask))
             if self._is_layerwise():
-                precision = self._precision_of(inner.layer_names)
-        inner.noise_per_output = self.noise_per_output
-        state = inner.fit_batches(data, before=before, **options)
-        self.network, self._prior_precision, self.likelihood = inner.network, precision, inner.likelihood
-        self._inner = inner
-        return state
+                self._prior_precision = self._precision_of(network.layers)
+            self.network = network
+        return super().fit_batches(data, before=before, **options)
 
     def _choose(
         self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None, reduce: Reduce | None
     ) -> Choice:
-        candidates = self._over(self._candidates.selection)
-        last_layer = candidates.is_last_layer
-        if self.selector.needs_data or last_layer:
+        candidates = copy.copy(self)
+        candidates.network = network = self._candidates.selecting(self._candidates.selection)
+        if self.selector.needs_data or candidates.is_last_layer:
             require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
-        if last_layer:
-            capture_batch(candidates.network, next(self.batches(data)))  # execution order tells the last layer
+        if candidates.is_last_layer:
+            capture_batch(network, next(self.batches(data)))  # execution order tells the last layer
         if self._prior_precision.numel() > 1 and self.selector.needs_prior:
-            candidates.prior_precision = self._precision_of(candidates.layer_names)
+            candidates._prior_precision = self._precision_of(network.layers)
         choice = self.selector.choose(Task(candidates, data, progress, generator, reduce))
         if reduce is not None:  # some selectors draw
             choice = Choice(reduce(choice.mask, lambda mine, theirs: mine), choice.variances)
-        self._candidates = candidates.network
+        self._candidates = network
         return choice
 
     def _is_layerwise(self) -> bool:
@@ -176,22 +169,3 @@ class Subnetwork(GaussianPosterior):
             fix = "Set posterior.prior_precision to one number before fitting again."
             raise ConfigurationError(what, expected=expected, got=got, fix=fix)
         return self._prior_precision[[known[name] for name in layers]]
-
-    def _over(self, parameters: Selection) -> GaussianPosterior:
-        """The posterior over some entries, with the hyperparameters of this one."""
-        return self.inner_class(
-            self._model,
-            self.likelihood,
-            parameters=parameters,
-            prior_precision=self._prior_precision if self._prior_precision.numel() == 1 else 1.0,
-            prior_mean=self._prior_mean,
-            temperature=self._temperature,
-            backend=self.backend,
-            **self.inner_options,
-        )
-
-    @override
-    def _set_state(self, state: GaussianState) -> None:
-        super()._set_state(state)
-        if self._inner.network is not self.network:  # loaded
-            self._inner = self._over(self.network.selection)
