@@ -23,6 +23,7 @@ from torch import Tensor
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.network.selection import trained
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.fitted_data import FittedData
 from laplace_plus.tuning.tangent_model import batch_jacobian
@@ -99,7 +100,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     route = "tangent" if affordable and n_rows < _PLENTY * size else "parameters"
     fitted, parts, jacobians = FittedData(model, network, posterior.n_data), [], []
     with exact_arithmetic(network):
-        whole = network.selecting("all")
+        whole = network.selecting(trained)
         for batch in iterate(data, device=network.device, progress=False):
             if route == "parameters":
                 linear = outputs = network.forward(batch.inputs)

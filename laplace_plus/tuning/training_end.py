@@ -33,6 +33,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
+from laplace_plus.network.selection import trained
 from laplace_plus.tuning.deletions import Covariances, factor_covariances, thinned
 from laplace_plus.tuning.laplace import LaplaceModel
 from laplace_plus.tuning.normalized_groups import REST, normalized_groups
@@ -91,7 +92,7 @@ def training_end(
 
     UnsupportedError: torch has no derivatives in all weights, or not the memory.
     """
-    whole, likelihood, backend = network.selecting("all"), model.likelihood, Native()
+    whole, likelihood, backend = network.selecting(trained), model.likelihood, Native()
     vector, curvature = whole.vector(), None
     gradient, n_examples = torch.zeros_like(vector), 0
     n_numbers = share * n_data * model.n_outputs
