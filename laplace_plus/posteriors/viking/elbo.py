@@ -89,25 +89,20 @@ class ELBO:
         """One pass over the data."""
         return iterate(self.data, device=self.device, progress=False, description="")
 
-    def squared_distance(self, mean: Tensor) -> Tensor:
-        """``‖m − μ‖²``, 0-d float64."""
-        return (mean - self.prior_mean.to(mean)).double().square().sum()
-
     def expected_nll(self, outputs: Tensor, target: Any) -> Tensor:
         """The mean over samples' outputs ``[k, B, *, C]`` of a batch's negative log-likelihood, divided by T."""
         targets = target.expand(len(outputs), *target.shape).flatten(0, 1)
         statistics = self.likelihood.statistics(outputs.flatten(0, 1), targets)
         return -self.likelihood.log_likelihood(statistics) / (len(outputs) * self.temperature)
 
-    def objective(
-        self, nll: Tensor, size: int, squared_distance: Tensor, rank: float, logs: Tensor
-    ) -> tuple[Tensor, ELBOTerms]:
+    def objective(self, nll: Tensor, size: int, mean: Tensor, rank: float, logs: Tensor) -> tuple[Tensor, ELBOTerms]:
         """A batch's share of minus the bound, and the terms of the whole bound estimated from the batch.
 
         A batch of B of the N examples carries B/N of the divergence. Raises NonFiniteError.
         """
         alpha, image_std = logs.exp()
-        kl = prior_divergence(squared_distance.to(logs.device), rank, alpha, image_std)
+        distance = (mean - self.prior_mean.to(mean)).double().square().sum()
+        kl = prior_divergence(distance.to(logs.device), rank, alpha, image_std)
         share = size / self.n_data
         values = float(nll.detach()) / share, float(kl.detach()), float(alpha.detach()), float(image_std.detach())
         terms = ELBOTerms(*values, rank, self.kl_weight)
@@ -152,7 +147,6 @@ class BoundAtMean:
 
     def __post_init__(self) -> None:
         self._mean, self._rank = self.network.vector(), float(self.noise.report.rank.value)
-        self._distance = self.elbo.squared_distance(self._mean).cpu()
 
     def evaluate(self, logs: Tensor) -> tuple[ELBOTerms, Tensor]:
         """The terms of the bound, and the gradient of minus the bound."""
@@ -163,7 +157,7 @@ class BoundAtMean:
                 value = self.elbo.expected_nll(self.outputs(entry, point), entry[0]).to(point.device)
                 slope += torch.autograd.grad(value, point)[0]
                 total += value.detach()
-            objective, terms = self.elbo.objective(total, self.elbo.n_data, self._distance, self._rank, point)
+            objective, terms = self.elbo.objective(total, self.elbo.n_data, self._mean, self._rank, point)
             return terms, slope + torch.autograd.grad(objective, point)[0]
 
     def maximise(self, start: Tensor, iterations: int, history: list[ELBOTerms]) -> tuple[Tensor, bool]:

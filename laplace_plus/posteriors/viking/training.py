@@ -136,8 +136,8 @@ class MeanTraining:
             outputs = mirrored(rows.outputs, rows.push(moves))
         else:
             outputs = of_networks(self.network, batch.inputs, theta, moves)
-        nll, distance = elbo.expected_nll(outputs, batch.target), elbo.squared_distance(theta)
-        objective, terms = elbo.objective(nll, batch.size, distance, rank, logs)
+        nll = elbo.expected_nll(outputs, batch.target)
+        objective, terms = elbo.objective(nll, batch.size, theta, rank, logs)
         learnt = [x for x in (theta, logs) if x.requires_grad]
         for tensor, gradient in zip(learnt, torch.autograd.grad(objective, learnt), strict=True):
             tensor.grad = gradient
