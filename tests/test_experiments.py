@@ -156,8 +156,6 @@ def test_posteriors_are_read() -> None:
         ([{"class": "KFAC", "likelihood": "binary"}], "no option 'likelihood'"),
         ([{"class": "KFAC"}, {"class": "KFAC"}], "'KFAC' is taken"),
         ([{"class": "KFAC", "label": "MAP"}], "'MAP' is taken"),
-        ([{"class": "KFAC", "tune": 3}], "tune of KFAC is not a mapping"),
-        ([{"class": "KFAC", "predict": [1]}], "predict of KFAC is not a mapping"),
         ([{"class": "math:sqrt"}], "not a posterior class"),
         ([{"class": "laplace_plus.nowhere:KFAC"}], "no module"),
     ],

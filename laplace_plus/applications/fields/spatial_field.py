@@ -133,7 +133,7 @@ class SpatialField(GaussianPosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def fit_batches(
+    def fit_batches(  # type: ignore[override]  # in one process
         self,
         data: Iterable[Any],
         *,

@@ -6,7 +6,7 @@ Of a linear last layer, ``J Σ Jᵀ`` is linear in the squared features in Σ's 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ class FrozenPosterior(nn.Module):
         bias: Any = entries[:, -1] if self.pads else last.bias
         weight = widen(entries[:, : entries.shape[1] - self.pads])
         shift = torch.zeros(len(weight)).to(weight) if bias is None else widen(bias)
-        needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
+        needed: Any = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
         pair = _Pair.create(weight) if link == "gumbel" and len(weight) == 2 else None  # noqa: PLR2004
         tensors: dict[str, Any] = {"noise": None if noise is None else noise.square().to(weight)}
         tensors |= {"weight": weight, "shift": shift, **(pair._asdict() if pair else {})}
@@ -226,12 +226,12 @@ def _last_layer(network: Network) -> nn.Module:
     """The layer of all selected parameters, which must be a linear one; UnsupportedError for any other selection."""
     layer = network.layers[0]
     prefix = f"{layer}." * bool(layer)
-    module = dict(network.model.named_modules()).get(layer)
+    module: Any = dict(network.model.named_modules()).get(layer)
     known = {f"{prefix}weight", f"{prefix}bias"}  # a class of its own may prepare what it multiplies
     names = {*network.parameter_names}
     if f"{prefix}weight" not in names or not names <= known or type(module).forward not in _PLAIN:
         raise _unsupported(f"it is over {', '.join(network.parameter_names[:4])}")
-    return cast(nn.Module, module)
+    return module
 
 
 def _compare(frozen: FrozenPosterior, posterior: GaussianPosterior, inputs: Any, link: str) -> None:

@@ -174,7 +174,7 @@ def put_back(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _generators(device: torch.device, loaders: list[Any], generator: torch.Generator | None) -> list[torch.Generator]:
     """What a run's random numbers come from: torch's global generators, those of loaders and samplers, the caller's."""
-    held = [torch.default_generator]
+    held: list[Any] = [torch.default_generator]
     for loader in loaders:
         batches = getattr(loader, "batch_sampler", None)
         holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))

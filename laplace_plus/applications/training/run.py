@@ -217,8 +217,10 @@ class Run:
     def _epoch(self, epoch: int) -> None:
         """One epoch, with the update after it where one is due."""
         loop, settings = self.loop, self.settings
-        scale = {"n_data": loop.n_data, "mean_batch_size": loop.mean_batch_size}
-        loss = loop.train(TrainingObjective(self.model, self.posterior, **scale))  # a fit may choose parameters anew
+        objective = TrainingObjective(  # made anew, as a fit may choose other parameters
+            self.model, self.posterior, n_data=loop.n_data, mean_batch_size=loop.mean_batch_size
+        )
+        loss = loop.train(objective)
         if self.curved is loop.loader:
             loop.n_data = loop.n_examples
         beyond = epoch - settings.burn_in
@@ -276,9 +278,10 @@ class Run:
         )
 
     def _state(self) -> dict[str, Any]:
-        own = {"prior_precision": self.posterior.prior_precision.clone(), "noise_std": self.posterior.noise_std}
-        own |= {"best": self.best, "kept": self.kept, "ascent": self.ascent.state()}
-        return {**self.loop.state(), **own, "updates": [dict(vars(update)) for update in self.updates]}
+        posterior = self.posterior
+        hyper = {"prior_precision": posterior.prior_precision.clone(), "noise_std": posterior.noise_std}
+        kept = {"best": self.best, "kept": self.kept, "ascent": self.ascent.state()}
+        return {**self.loop.state(), **hyper, **kept, "updates": [dict(vars(update)) for update in self.updates]}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.loop.restore(state)
