@@ -282,21 +282,30 @@ class ABNN(Posterior):
         return {"fine_tuned": (False, True), "noise_scale": (0.0, *_SCALES)}
 
     def fit_scale(
-        self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None, **options: Any
+        self,
+        data: Iterable[Any],
+        *,
+        grid: Sequence[float] = (0.0, *_SCALES),
+        tune_noise: bool = False,
+        n_samples: int = 20,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
     ) -> Self:
-        """Choose α, and whether γ and β are the members', by the log-probability of held-out targets.
+        """Choose α, and whose γ and β, by the log-probability of held-out targets, as :class:`Validation` does.
 
         Args:
             data: Held-out batches.
+            grid: Scales to try, with 0 for no noise.
+            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each scale.
+            n_samples: Sampled networks in each prediction.
             progress: Whether to show a progress bar.
             generator: Source of randomness; each candidate sees the same random numbers.
-            **options: Of :class:`Validation`: ``grid``, by default 0, for the network without noise, .05, .1, .2, .3,
-                .5; ``tune_noise``, ``n_samples``.
 
         Warns:
             NoGainWarning: The network without noise was best; the posterior then is the network.
         """
-        return self.fit_prior_precision(Validation(data, **options), progress=progress, generator=generator)
+        tuner = Validation(data, grid=grid, tune_noise=tune_noise, n_samples=n_samples)
+        return self.fit_prior_precision(tuner, progress=progress, generator=generator)
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:

@@ -281,17 +281,28 @@ class MetricBNN(Posterior):
         """The extent takes the place of a prior precision."""
         return {"extent": _EXTENTS}
 
-    def fit_extent(self, data: Iterable[Any], *, generator: torch.Generator | None = None, **options: Any) -> Self:
-        """Choose :attr:`extent` by the log-probability of held-out targets.
+    def fit_extent(
+        self,
+        data: Iterable[Any],
+        *,
+        grid: Sequence[float] | None = None,
+        tune_noise: bool = False,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Self:
+        """Choose :attr:`extent` by the log-probability of held-out targets, as :class:`Validation` does.
 
         The data of a fit say little about how far particles may go where the loss is flat; held-out data do.
 
         Args:
             data: Held-out batches.
+            grid: Extents to try; by default 1, 2^-½, …, 1/32.
+            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each extent.
+            n_samples: Sampled networks in each prediction.
             generator: Source of randomness; each extent sees the same random numbers.
-            **options: Of :class:`Validation`: ``grid``, by default 1, 2^-½, …, 1/32; ``tune_noise``, ``n_samples``.
         """
-        return self.fit_prior_precision(Validation(data, **options), generator=generator)
+        tuner = Validation(data, grid=grid, tune_noise=tune_noise, n_samples=n_samples)
+        return self.fit_prior_precision(tuner, generator=generator)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
