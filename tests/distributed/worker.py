@@ -408,6 +408,7 @@ def take_part(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
     try:
         with warnings.catch_warnings(), (folder / f"{rank}.jsonl").open("w", buffering=1) as file:
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", ".*torch.jit.script.*is deprecated")  # by torch itself, of forward mode
             for name in names:
                 try:
                     CHECKS[name](rank, folder)
