@@ -77,7 +77,8 @@ class GaussianPosterior(Posterior):
         reduce: Reduce | None = None,
     ) -> GaussianState:
         """Add up the curvature and the likelihood's statistics over the data."""
-        structure, options = self.structure, {"progress": progress, "generator": generator, "reduce": reduce}
+        structure = self.structure
+        options: Any = {"progress": progress, "generator": generator, "reduce": reduce}
         self.backend.check(structure, self.likelihood)
         corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
         if corrected:

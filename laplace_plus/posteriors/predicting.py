@@ -66,7 +66,7 @@ class Predicting(ABC):
 
     @full_precision
     def functional_posterior(
-        self,
+        self: Any,
         x: Any,
         *,
         joint: bool = False,
@@ -102,7 +102,7 @@ class Predicting(ABC):
 
     @full_precision
     def predictive(
-        self,
+        self: Any,
         x: Any = None,
         *,
         method: Method | None = None,
@@ -169,9 +169,9 @@ class Predicting(ABC):
             return from_samples(likelihood, drawn, generator=generator, joint=joint)
         many = self.n_outputs > MANY_OUTPUTS
         if first == "mc" and many and not differentiable:
-            drawn = self._functional_samples(x, count, joint=joint, generator=generator)
-            if drawn is not None:
-                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+            linear = self._functional_samples(x, count, joint=joint, generator=generator)
+            if linear is not None:
+                return from_samples(likelihood, linear, generator=generator, joint=joint)
         needed = outputs_for(first, self.n_outputs) if many and not joint else None
         options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable, "joint": joint}
         known = signature_of(type(self).functional_posterior).parameters
@@ -251,18 +251,20 @@ class Predicting(ABC):
             mean, moved = self._pushed(x, generator, n)
             return mean + moved
 
-    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES) -> tuple[Tensor, Tensor]:
+    def _pushed(
+        self: Any, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES
+    ) -> tuple[Tensor, Tensor]:
         """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
         x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
         mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None)
         return mean + self._mean_shift(x), moved
 
-    def _mean_shift(self, x: Any) -> Tensor | float:
+    def _mean_shift(self: Any, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
         shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
         return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
 
-    def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+    def _sampled_chunks(self: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""
         each = max(1, self.n_parameters * self.network.dtype.itemsize)
         if n * each <= DRAWN_AT_ONCE:

@@ -47,7 +47,8 @@ def state_dict(found: Any) -> dict[str, Any]:
     """
     around: list[Any] = []
     while is_dataclass(found) and not isinstance(found, type):
-        around, found = [replace(found, posterior=None), *around], found.posterior
+        outer: Any = found
+        around, found = [replace(outer, posterior=None), *around], outer.posterior
     found.require_fit()
     posterior, backend = found, found.backend
     if backend_class(backend.name) is not type(backend):
