@@ -180,10 +180,10 @@ class Posterior(Predicting):
 
     @full_precision
     def update(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
-        """Add data without forgetting; arguments and errors as for :meth:`fit`.
+        """Add data without forgetting; arguments and errors as for :meth:`fit`, but the loader is not kept alive.
 
-        Unlike that of :meth:`fit`, the loader is not kept alive. A method that passes over the training data again
-        needs all of them: keep the loaders (lists are never kept), or pass ``data=`` there.
+        A method that passes over the training data again needs all of them: keep the loaders (lists are never kept), or
+        pass ``data=`` there.
         """
         if not self.is_fitted:
             return self.fit(data, progress=progress, generator=generator)
@@ -208,7 +208,7 @@ class Posterior(Predicting):
         found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
         if (now := self.network.mark()) != mark:
             raise _changed(mark, now, "The network's forward pass writes to its own weights.")
-        made._set_state(found)
+        made.set_state(found)
         if before is not None:
             made.training_data = self.training_data.plus(data)
         else:
@@ -217,7 +217,7 @@ class Posterior(Predicting):
         self.__dict__ = vars(made)
         return self
 
-    def _set_state(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         """Make a state that of this posterior, at the network's present weights."""
         self._found, self._mark = state, self.network.mark()
 
@@ -443,10 +443,7 @@ class Posterior(Predicting):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the posterior to a file: safetensors, with JSON in its metadata; nothing is pickled.
 
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            CheckpointError: Something else is at ``path``.
-            ConfigurationError: An option or a part of the state that cannot be stored.
+        CheckpointError where something else is at ``path``, ConfigurationError for an option that cannot be stored.
         """
         save(self, path)
 

@@ -199,13 +199,13 @@ class GaussianPosterior(Posterior):
             raise zero_curvature(self)
 
     @override
-    def _set_state(self, state: GaussianState) -> None:
+    def set_state(self, state: GaussianState) -> None:
         """Make sums those of this posterior; ConfigurationError for a prior of another shape."""
         if self._prior_groups is not None and len(self._prior_groups.index) != len(state.mean):  # of a subnetwork
             self._prior_groups = None
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             self.prior()  # refuses a prior of another shape
-        super()._set_state(state)
+        super().set_state(state)
         self.tangent_mean = self.link = None
         self.covariance_scale = 1.0
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data

@@ -47,7 +47,7 @@ def of_state(name: str, doc: str, check: Callable[[Any], Any] | None = None) -> 
     def set_(posterior: Any, value: Any) -> None:
         assert check is not None
         posterior.require_fit()
-        posterior._set_state(replace(posterior.state, **{name: check(value)}))
+        posterior.set_state(replace(posterior.state, **{name: check(value)}))
 
     return property(get, None if check is None else set_, doc=doc)
 

@@ -140,7 +140,7 @@ def _restore(posterior: Any, state: Any, hyperparameters: Mapping[str, Any]) -> 
         raise CheckpointError("The mean is of other parameters.", expected=expected, got=f"{list(state.mean.shape)}")
     posterior._prior_groups = hyperparameters["_prior_groups"]
     posterior._prior_precision = hyperparameters["_prior_precision"]
-    posterior._set_state(state)
+    posterior.set_state(state)
     for name in ("link", "covariance_scale", "tangent_mean", "earlier"):
         setattr(posterior, name, hyperparameters.get(name))
 

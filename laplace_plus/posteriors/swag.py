@@ -164,13 +164,13 @@ class SWAG(Posterior):
         if norms:
             source = torch.Generator().manual_seed(draw_seed(generator))
             state = replace(state, seeds=tuple(draw_seed(source) for _ in range(self.n_members)))
-            self._set_state(state)
+            self.set_state(state)
             state = replace(state, statistics=self._normalised(data, progress))
         return state
 
     @override
-    def _set_state(self, state: SWAGState) -> None:
-        super()._set_state(state)
+    def set_state(self, state: SWAGState) -> None:
+        super().set_state(state)
         if state.collected:
             self._collected = state.path
 

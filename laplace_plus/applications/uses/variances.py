@@ -98,4 +98,4 @@ def adopt_variances(posterior: Diagonal, variance: Tensor, n_data: int, n_output
     block = DiagonalBlock(each.to(network.dtype)[:, None, None])
     mean = network.vector()
     curvature = Curvature([(whole_layout(network), block)])
-    posterior._set_state(TaskSums(mean, n_data, n_outputs, curvature, unknown))
+    posterior.set_state(TaskSums(mean, n_data, n_outputs, curvature, unknown))

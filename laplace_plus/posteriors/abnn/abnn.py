@@ -185,7 +185,7 @@ class ABNN(Posterior):
             self._require_seen(next(iter(self.batches(data))))
         seed = draw_seed(generator)
         members = self._fine_tune(data, n_outputs, seed, progress=progress)
-        self._set_state(FineTuned(members.mean(0), n_data, n_outputs, members, self.scale))
+        self.set_state(FineTuned(members.mean(0), n_data, n_outputs, members, self.scale))
         lost: list[float] = []
         for scale, fine_tuned in [*((self.scale / 2**halvings, True) for halvings in range(5)), (0.0, False)]:
             self.noise_scale, self.fine_tuned = scale, fine_tuned
@@ -275,7 +275,7 @@ class ABNN(Posterior):
     @fine_tuned.setter
     def fine_tuned(self, value: bool) -> None:
         mean = self.members.mean(0) if value else self.network.vector()
-        self._set_state(replace(self.state, fine_tuned=value, mean=mean))
+        self.set_state(replace(self.state, fine_tuned=value, mean=mean))
 
     def tunables(self) -> dict[str, Sequence[Any]]:
         """α, and whose γ and β, take the place of a prior precision."""

@@ -272,7 +272,7 @@ class MetricBNN(Posterior):
         self.require_fit()
         other = copy.copy(self)
         other.sampling, other.options = sampling, {**self.options, "sampling": sampling}
-        other._set_state(replace(self.state, latents=None))
+        other.set_state(replace(self.state, latents=None))
         return other
 
     # -- the extent ----------------------------------------------------------------------------------------------------

@@ -185,11 +185,11 @@ class Riemannian(Posterior):
         return RiemannianState(*own, tangent.state, draw_seed(generator), data_sum)
 
     @override
-    def _set_state(self, state: RiemannianState) -> None:
+    def set_state(self, state: RiemannianState) -> None:
         if not self._tangent.is_fitted:  # loaded
-            self.tangent._set_state(state.tangent)
+            self.tangent.set_state(state.tangent)
             _share(self._tangent, self)
-        super()._set_state(state)
+        super().set_state(state)
 
     @property
     def _linearized(self) -> bool:
@@ -260,7 +260,7 @@ class Riemannian(Posterior):
                 )
             warn(f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}", ConvergenceWarning)
         drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
-        self._set_state(replace(self.state, drawn=drawn, drawn_at=self._hyperparameters()))
+        self.set_state(replace(self.state, drawn=drawn, drawn_at=self._hyperparameters()))
         return self
 
     def _hyperparameters(self) -> tuple[Tensor | None, ...]:

@@ -150,7 +150,8 @@ class LargestVariance(_Sized):
                 temperature=candidates.temperature,
                 backend=candidates.backend,
             )
-            diagonal._fitted(task.data, None, reduce=task.reduce, progress=task.progress, generator=task.generator)
+            options = {"reduce": task.reduce, "progress": task.progress, "generator": task.generator}
+            diagonal.set_state(diagonal.fit_batches(task.data, **options))
             variances = diagonal.variance()
         return Choice(self.largest(variances), variances)
 

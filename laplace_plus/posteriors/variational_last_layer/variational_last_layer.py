@@ -147,7 +147,7 @@ class VariationalLastLayer(Posterior):
             self.likelihood = self.likelihood.with_noise(noise.expand(n_outputs))
         state = LastLayer(vector, found.n_data, n_outputs, found.index, seed, found.data_sum)
         if found.rows is None:
-            self._set_state(replace(state, sums=found.sums))
+            self.set_state(replace(state, sums=found.sums))
             self._solution()  # Student-t noise may have no variance
             return self.state
         weights = _weights(vector, found.index)
@@ -203,7 +203,7 @@ class VariationalLastLayer(Posterior):
 
     @q.setter
     def q(self, value: Gaussians) -> None:
-        self._set_state(_at(self.state, value))
+        self.set_state(_at(self.state, value))
 
     @property
     def mean(self) -> Tensor:
