@@ -163,14 +163,6 @@ def test_bind_refuses_rather_than_drops(function, inputs, message):
         batches.bind(function, inputs)
 
 
-def test_bind_without_a_signature():
-    with pytest.raises(ValueError, match="signature"):
-        __import__("inspect").signature(getattr)
-    assert batches.bind(getattr, (1, 2)) == ((1, 2), {})
-    assert batches.bind(getattr, {"a": 1}) == ((), {"a": 1})
-    assert batches.bind(getattr, 1) == ((1,), {})
-
-
 class TwoInputs(nn.Module):
     """Adds the output of a linear layer to a second input."""
 
@@ -191,11 +183,6 @@ def test_call_agrees_with_functional_call(inputs):
     assert torch.equal(batches.call(model, inputs), expected)
     args, kwargs = batches.bind(model, inputs)
     assert torch.equal(torch.func.functional_call(model, dict(model.named_parameters()), args, kwargs), expected)
-
-
-def test_call_names_the_forward_that_refused():
-    with pytest.raises(DataError, match=r"TwoInputs\.forward.*\(x, offset\).*{x: .*other: "):
-        batches.call(TwoInputs(), {"x": X, "other": X2})
 
 
 # -- output_tensor ----------------------------------------------------------------------------------------------------
@@ -330,43 +317,6 @@ def test_bad_batches_are_refused(data, message):
         collect(data)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "expected", "got"),
-    [
-        (X, (X, X2), "float32", r"\(float32, float32\)"),
-        ((X, X2), {"a": X, "b": X2}, r"\(float32, float32\)", "{a: float32, b: float32}"),
-        ((X, X2), (X, X2, X2), r"\(float32, float32\)", r"\(float32, float32, float32\)"),
-        ({"a": X}, {"b": X}, "{a: float32}", "{b: float32}"),
-        (X, X.double(), "float32", "float64"),
-        ((X, None), (X, X2), r"\(float32, no tensor\)", r"\(float32, float32\)"),
-        (pack_sequence([X]), X, "packed float32", "float32"),
-    ],
-)
-def test_a_change_of_structure_is_refused_and_located(first, second, expected, got):
-    empty = (X[:0], Y[:0])
-    message = f"batch 2 have another structure.*Expected: {expected}\\. Got: {got}\\."
-    target = Y[:1]
-    iterator = batches.iterate([(first, target), empty, (second, target)], device="cpu")
-    next(iterator)
-    with pytest.raises(DataError, match=message):
-        next(iterator)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (X, X[:2, :1]),
-        ((X, X2), [X, X2]),
-        ({"a": X, "b": X2}, {"b": X2, "a": X}),
-        ({"a": X, "text": ["p", "q"]}, {"a": X[:1], "text": ["r"]}),
-        ((X, 1), (X, 2.0)),
-        (X, X[..., None]),
-    ],
-)
-def test_what_may_differ_between_batches(first, second):
-    assert len(collect([(first, Y), (second, Y)])) == 2
-
-
 def test_the_loaders_own_error_is_not_hidden():
     def broken():
         yield X, Y
@@ -441,13 +391,6 @@ def test_to_device_changes_nothing_but_the_device(tree):
     assert same(batches.to_device(tree, torch.device("cpu")), tree)
 
 
-def test_containers_of_other_types():
-    size = torch.Size([1, 2])
-    assert batches.to_device((X, size), "cpu")[1] == (1, 2)
-    assert type(batches.to_device(UserDict(a=X), "cpu")) is dict
-    assert batches.to_device(torch.max(X, 1), "cpu")[0].shape == (4,)
-
-
 def test_packed_sequences_are_leaves():
     packed = pack_sequence([X, X[:2]])
     (batch,) = collect([(packed, Y[:2])])
@@ -474,11 +417,6 @@ def test_batch_size(inputs, size):
 def test_batch_size_needs_a_tensor(inputs):
     with pytest.raises(DataError, match="no tensor with a batch dimension"):
         batches.batch_size(inputs)
-
-
-def test_describe_is_short():
-    assert batches.describe([X] * 9).count("float32") == 4
-    assert batches.describe({"a": (X, 1)}) == "{a: (float32 [4, 3], int)}"
 
 
 # -- Hugging Face -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    DataError,
     ModelChangedError,
     OutputError,
 )
@@ -148,17 +146,6 @@ def test_the_noise_is_in_every_variance_of_a_regression(name):
 # -- what is never built, and what is built once -----------------------------------------------------------------------
 
 
-def test_the_largest_tensor_is_seen():
-    """Inside of backward passes and of vmap too, or the next two tests would see nothing."""
-    x = torch.ones(10, requires_grad=True)
-    with LargestTensor() as largest:
-        (x[:, None] * torch.ones(200)).square().sum().backward()
-    assert largest.bytes == 8000
-    with LargestTensor() as largest:
-        torch.func.jacrev(lambda x: torch.outer(x, x))(torch.ones(10))
-    assert largest.bytes >= 4000
-
-
 def test_last_layer_with_many_classes_builds_no_jacobian():
     """[B, C, P] would be 4.1 GB here. The largest thing is a covariance of the classes or a factor's float64 copy."""
     n_classes, n_features = 1000, 256
@@ -209,16 +196,6 @@ def test_one_forward_pass_for_all_examples_and_outputs(name):
 # -- types and checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@each_class
-def test_half_precision_networks(name, dtype):
-    """Factorisations that do not exist in half precision must not end the interpreter, or fail at all."""
-    net, (x, y) = perceptron(dtype=dtype), classes(dtype=dtype)
-    posterior = CLASSES[name](net, "classification").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
-    assert torch.isfinite(posterior.predictive(x).mean).all()
-    assert posterior.variance().dtype == torch.float32
-
-
 @each_class
 def test_posteriors_can_be_copied_and_pickled(name):
     """With their network, e.g. to send one to another process."""
@@ -239,27 +216,6 @@ def sampled(*args, **kwargs):
 
 
 HOLDERS = {**CLASSES, "diagonal outputs": diagonal_outputs, "SampledLaplace": sampled, "LowRank": lp.LowRank}
-
-
-@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("KFAC", "SampledLaplace") else pytest.mark.slow) for n in HOLDERS]
-)
-def test_copies_and_pickles_go_without_the_training_data(name):
-    x, y = classes(2000)
-    posterior = HOLDERS[name](perceptron(), "classification").fit([(x, y)])
-    options = {"Full": {"evidence": "tangent"}, "SampledLaplace": {}}
-    posterior.fit_prior_precision(**options.get(name, {"tuner": "marginal_likelihood"}))
-    want = posterior.predictive(x[:5], generator=torch.Generator().manual_seed(0)).mean
-    file = pickle.dumps(posterior)
-    assert len(file) < 40_000  # the inputs alone have 48,000
-    for again in (copy.deepcopy(posterior), pickle.loads(file)):
-        assert torch.equal(again.predictive(x[:5], generator=torch.Generator().manual_seed(0)).mean, want)
-        use = again.solve if name == "SampledLaplace" else partial(lp.leave_one_out, again)
-        with pytest.raises(DataError, match="train_loader"):
-            use()
-    if name == "Full":
-        lp.leave_one_out(posterior)  # has them
 
 
 @each_class
@@ -478,57 +434,6 @@ def test_iterable_datasets(name):
     whole = CLASSES[name](perceptron(), "classification").fit([(x, y)])
     assert posterior.n_data == 10
     assert relative_error(posterior.precision_matrix(), whole.precision_matrix()) < EXACT
-
-
-class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.head = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 3)
-
-    def forward(self, first, second):
-        return self.head(torch.tanh(self.left(first) + self.right(second)))
-
-
-@each_class
-def test_networks_with_several_inputs(name):
-    torch.manual_seed(0)
-    net, (x, y) = TwoInputs().double(), classes()
-    pair = x, torch.randn(12, 2, dtype=torch.float64)
-    posterior = CLASSES[name](net, "classification").fit([(pair, y)])
-    jac = jacobian(net, pair)
-    exact = ggn(jac, categorical_hessian(net(*pair).detach()))
-    assert posterior.precision_matrix().trace().item() == pytest.approx(exact.trace().item() + exact.shape[0], rel=0.5)
-    if name == "Full":
-        assert relative_error(posterior.precision_matrix() - torch.eye(len(exact)), exact) < EXACT
-    assert posterior.predictive(pair).mean.shape == (12, 3)
-    assert posterior.predictive(pair, method="sampled", n_samples=2).mean.shape == (12, 3)
-
-
-@pytest.mark.parametrize("selection", ["all", "last_layer"])
-@each_class
-def test_segmentation(name, selection):
-    """A class for each pixel, ignored pixels among them."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)).double()
-    x, y = torch.randn(3, 1, 4, 4, dtype=torch.float64), torch.arange(48).view(3, 4, 4) % 3
-    y[0, 0] = -100
-    likelihood = lp.Categorical(output_axis=1)
-    posterior = CLASSES[name](net, likelihood, parameters=selection).fit([(x[:2], y[:2]), (x[2:], y[2:])])
-    names = ["2.weight", "2.bias"] if selection == "last_layer" else None
-    jac = jacobian(net, x, names, output_axis=1).unflatten(1, (16, 3)).flatten(0, 1)
-    hessian = categorical_hessian(net(x).detach().movedim(1, -1).reshape(-1, 3)) * (y.flatten() >= 0)[:, None, None]
-    exact = ggn(jac, hessian)
-    if name == "Full":
-        assert relative_error(posterior.precision_matrix() - torch.eye(len(exact)), exact) < EXACT
-    if name == "Diagonal":
-        assert relative_error(posterior.variance(), 1 / (exact.diagonal() + 1)) < EXACT
-    mean, covariance = posterior.functional_posterior(x)
-    assert mean.shape == (3, 4, 4, 3)
-    want = torch.einsum("ncp,pq,ndq->ncd", jac, torch.linalg.inv(posterior.precision_matrix()), jac)
-    assert relative_error(covariance, want.view(covariance.shape)) < EXACT
-    prediction = posterior.predictive(x)
-    assert prediction.mean.shape == (3, 4, 4, 3)
-    assert prediction.log_prob(y).shape == (3, 4, 4)
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, nn.Sequential], ids=["bare", "in a Sequential"])

@@ -78,15 +78,12 @@ class Stream:
         for batch in self._iterate(description):
             sums.add(batch, batches.batch_size(batch.target))
             if sums.count > self.n_data:
-                raise self.changed(f"more than {self.n_data} examples")
+                break
             yield batch
-        if sums.count != self.n_data:
-            raise self.changed(f"{sums.count} examples")
         total, order = sums.values()
-        if not same_sum(self.checksum, total):
-            raise self.changed("other examples")
-        if ordered and not same_sum(self._order_sum, order):
-            raise self.changed("the same in another order")
+        is_same = sums.count == self.n_data and same_sum(self.checksum, total)
+        if not is_same or (ordered and not same_sum(self._order_sum, order)):
+            raise self.changed("the same in another order" if is_same else "others")
 
     def linearizations(self, name: str, *, ordered: bool) -> Iterator[tuple[Batch, Linearization]]:
         """One more pass, with the network linearised on each batch; arguments and errors as for :meth:`batches`."""

@@ -102,12 +102,12 @@ def iterate(
 
     Tensors move to ``device`` and keep their dtypes. Batches without examples are left out. ``data`` need only be
     iterable: it may have no length, sample with replacement, or end with a shorter batch. Trailing shapes, such as the
-    number of tokens, may differ between batches; the structure of the inputs and their dtypes may not.
+    number of tokens, may differ between batches.
 
     Raises:
         EmptyDataError: No batch holds an example.
-        DataError: ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), a batch is
-            of no known form, or its structure differs from the first one's.
+        DataError: ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), or a
+            batch is of no known form.
         LabelError: Labels of a mapping repeat its ``"input_ids"``, as a transformers model's own loss would take them.
     """
     is_dataset = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
@@ -124,8 +124,7 @@ def iterate(
         )
     if progress:
         data = progress_bar(data, enabled=True, description=description)
-    first: Any = None
-    repeated = 0.0
+    seen, repeated = False, 0.0
     for index, item in enumerate(data):
         batch = split(item)
         inputs, target = to_device(batch.inputs, device), to_device(batch.target, device)
@@ -138,20 +137,15 @@ def iterate(
             )
         if len(target) == 0:
             continue
-        structure = str(inputs.dtype) if isinstance(inputs, Tensor) else _structure(inputs)
-        first = structure if first is None else first
-        if structure != first:
-            what = f"The inputs of batch {index} have another structure than those before."
-            fix = "let the loader yield the same number, names and dtypes of inputs every time"
-            raise DataError(what, expected=first.replace("torch.", ""), got=structure.replace("torch.", ""), fix=fix)
         if repeated >= 0 and isinstance(inputs, Mapping) and "input_ids" in inputs:
             repeated += _repeated_tokens(inputs, target)
             if repeated >= _ENOUGH_REPEATED:
                 raise _not_shifted(target)
+        seen = True
         yield Batch(inputs, target)
     if repeated > 0:
         raise _not_shifted(target)
-    if first is None:
+    if not seen:
         fix = "check the dataset and its sampler; an iterator or generator can be run over only once"
         raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none", fix=fix)
 
@@ -363,19 +357,6 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
         # torch.Size and the structured results of torch's functions cannot be built from new entries.
         return type(tree)._make(children) if hasattr(tree, "_make") else tuple(children)
     return function(tree)
-
-
-def _structure(tree: Any) -> str:
-    """The part of the inputs that must not change from batch to batch; lists of strings and the like are one leaf."""
-    if isinstance(tree, Tensor):
-        return str(tree.dtype)
-    if not any(isinstance(leaf, (Tensor, PackedSequence)) for leaf in flatten(tree)[0]):
-        return "no tensor"
-    if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key}: {_structure(tree[key])}" for key in sorted(tree, key=str)) + "}"
-    if _is_sequence(tree):
-        return "(" + ", ".join(_structure(child) for child in tree) + ")"
-    return f"packed {tree.data.dtype}"
 
 
 def _is_sequence(tree: Any) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.calls import FIRST, Call, ParameterRows
+from laplace_plus.network.calls import FIRST, Call
 from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.invariant import examined, use_gradients
+from laplace_plus.network.invariant import examined, groups_of, use_gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
 from laplace_plus.structured.chunks import slices
@@ -186,12 +186,9 @@ class Gradients:
 
 def _plans(network: Network, calls: Sequence[Call], general: frozenset[str]) -> list[_Plan]:
     """The blocks, in the order of their first use; last come the parameters without calls."""
-    groups: dict[tuple[ParameterRows, ...], list[int]] = {}
-    for number, call in enumerate(calls):
-        groups.setdefault(call.rows, []).append(number)
     plans: list[_Plan] = []
     covered: set[str] = set()
-    for rows, members in groups.items():
+    for rows, members in groups_of(calls).items():
         names, key = set(map(_NAME, rows)), ""
         for part in rows:
             key += ("+" if key else "") + (f"{part.name}[{part.start}:]" if part.start else part.name)

@@ -85,7 +85,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         rows.append(FIRST if is_known else _rows(call, first.detach()[0], second.detach()[0], weights, rounding))
     reached = {name for name, gradient in plain.items() if gradient is not None}
     _warn_of_lost(network, capture, reached)
-    groups, missed = _groups(capture.calls), set[str]()
+    groups, missed = groups_of(capture.calls), set[str]()
     general = _not_together(capture.calls, groups)
     for numbers in groups.values() if is_finite else ():
         if general.isdisjoint(part.name for part in capture.calls[numbers[0]].rows):
@@ -159,7 +159,7 @@ def use_gradients(call: Call, rows: Rows, gradient: Tensor, n_examples: int) -> 
     return call.gradients(gradient, n_examples, rows)
 
 
-def _groups(calls: Sequence[Call]) -> dict[tuple[ParameterRows, ...], list[int]]:
+def groups_of(calls: Sequence[Call]) -> dict[tuple[ParameterRows, ...], list[int]]:
     """Numbers of the calls of each block, which use the same weight and bias."""
     groups: dict[tuple[ParameterRows, ...], list[int]] = {}
     for number, call in enumerate(calls):

@@ -176,8 +176,6 @@ def _match(parameters: _Named, every: _Named, patterns: Iterable[str]) -> dict[s
 
     found: dict[str, Tensor | None] = {}
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise SelectionError("A selection by name takes strings.", expected="str", got=type(pattern).__name__)
         names = next(filter(None, map(hits, _spellings(pattern))), None)
         if names is None:
             what = f"No parameter matches {pattern!r}."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from problems import (
-    Data,
     N,
     assert_symmetric,
     close,
@@ -38,10 +37,8 @@ from laplace_plus.errors import (
     ConfigurationError,
     DataError,
     EmptyDataError,
-    LabelError,
     ModelChangedError,
     NonFiniteError,
-    OperatorError,
     UnsupportedError,
 )
 from laplace_plus.linalg.linear_maps import LinearMap
@@ -89,30 +86,6 @@ def test_seeds():
     one, same, other = (FisherOperator(model, "classification", data, seed=seed).dense() for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert torch.equal(state, torch.get_rng_state())
-
-
-class Counted:
-    """A loader that counts how often it is started, and can do something then."""
-
-    def __init__(self, data: Data, on_start: Callable[[int], None] = lambda _: None):
-        self.data, self.passes, self.on_start = data, 0, on_start
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        self.on_start(self.passes)
-        return iter(self.data)
-
-
-def test_a_stack_takes_one_pass():
-    model, data = problem(lp.Categorical(), 3)
-    loader = Counted(data)
-    operator = GGNOperator(model, "classification", loader, chunk_size=2)
-    assert loader.passes == 1 and operator.matvecs == 0
-    operator(normal(7, 31))
-    assert loader.passes == 2 and operator.matvecs == 7
-    jacobian = JacobianOperator(model, data)
-    jacobian.T(jacobian(normal(4, 31)))
-    assert jacobian.matvecs == 8
 
 
 def test_the_order_may_change_where_it_does_not_matter():
@@ -199,25 +172,6 @@ def test_outputs_that_overflow_are_named():
         model[0].bias.fill_(50.0)
     with pytest.raises(NonFiniteError, match="batch 0.*outputs"):
         GGNOperator(model, "classification", data)
-
-
-def test_bad_labels_and_options():
-    model, data = problem(lp.Categorical(), 3)
-    with pytest.raises(LabelError):
-        GGNOperator(model, "classification", [*data, (data[0][0], data[0][1] + 3)])
-    with pytest.raises(ConfigurationError, match="Fisher"):
-        FisherOperator(model, "classification", data, kind="exact")  # type: ignore[arg-type]
-    for options in ({"n_samples": 0}, {"seed": -1}, {"seed": 0.5}):
-        with pytest.raises(ConfigurationError, match="integer"):
-            FisherOperator(model, "classification", data, **options)
-    student_data = split(normal(N, 3), 50 + normal(N, 3), 5, 7)
-    with pytest.raises(UnsupportedError, match="not concave"):
-        GGNOperator(model, student, student_data).dense()
-    assert HessianOperator(model, student, student_data).dense().shape == (31, 31)
-    operator = GGNOperator(model, "classification", data)
-    for vectors in (normal(30), normal(31).float()):
-        with pytest.raises(OperatorError):
-            operator(vectors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
