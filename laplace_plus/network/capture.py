@@ -284,7 +284,8 @@ class Capture:
         self.moves_rows, self.cuts_off = recorder.moves_rows, recorder.cuts_off
         _place_tables(recorder.tables.values(), arranged)
         self.calls = [call for call in recorder.calls if self.uncovered.isdisjoint(map(_NAME, call.rows))]
-        self.output_shape, self.order, self.pointwise = arranged.shape, None, False
+        self.output_shape, self.pointwise = arranged.shape, False
+        self.order: Tensor | None = None
         self.graph_outputs = arranged
         if len(self.calls) == 1 and self.calls[0].pointwise and wanted == {*map(_NAME, self.calls[0].rows)}:
             self._look_whether_pointwise()

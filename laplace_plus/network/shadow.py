@@ -140,12 +140,13 @@ class Shadow:
         return not self.known.isdisjoint(map(id, module.modules()))
 
     def _container(self, value: Any) -> Any:
+        kind: Any = type(value)
         if id(value) in self.made:
             return self.made[id(value)]
         if isinstance(value, tuple):
             entries = [self.mapped(entry) for entry in value]
             changed = any(new is not old for new, old in zip(entries, value, strict=True))
-            return (tuple(entries) if type(value) is tuple else type(value)._make(entries)) if changed else value
+            return (tuple(entries) if kind is tuple else kind._make(entries)) if changed else value
         result = self.made[id(value)] = copy.copy(value)
         if isinstance(value, dict):
             result.update({key: self.mapped(entry) for key, entry in value.items()})
@@ -193,8 +194,10 @@ class Shadow:
         for theirs, own in zip(module.modules(), result.modules(), strict=True):
             self.made[id(theirs)] = own
             own.training = False
+            parameters: dict[str, Any] = own._parameters
             for key, parameter in theirs._parameters.items():
-                own._parameters[key] = self.apart.get((id(theirs._parameters), key), self.parameter(parameter))
+                if parameter is not None:
+                    parameters[key] = self.apart.get((id(theirs._parameters), key), self.parameter(parameter))
         return result
 
 
@@ -209,7 +212,7 @@ def copied(model: nn.Module, tensors: Mapping[int, Tensor], apart: Mapping[tuple
     for theirs, own in zip(model.modules(), result.modules(), strict=True):
         vars(own)["training"] = False
         mine = id(theirs._parameters)
-        own._parameters.update({key: apart[mine, key] for key in theirs._parameters if (mine, key) in apart})
+        vars(own)["_parameters"].update({key: apart[mine, key] for key in theirs._parameters if (mine, key) in apart})
     return result
 
 
