@@ -406,24 +406,6 @@ def test_validation_needs_data():
         fitted(lp.Full, "regression")[0].fit_prior_precision("validation", data=[])
 
 
-@pytest.mark.filterwarnings("ignore:Tuning by validation ended:laplace_plus.errors.ConvergenceWarning")
-def test_validation_draws_random_numbers_only_where_samples_are_looked_at():
-    def drawn(**options):
-        before = torch.get_rng_state()
-        posterior.fit_prior_precision("validation", data=[(x, y)], n_samples=5, **options)
-        return not torch.equal(torch.get_rng_state(), before)
-
-    def brier(prediction, targets):
-        return (prediction.samples.mean(0) - torch.eye(3).to(x)[targets]).square().sum(-1)
-
-    net, x, y = problem("classification")
-    posterior = lp.Full(net, "classification").fit([(x, y)])
-    assert not drawn()
-    assert not drawn(link="bridge")
-    assert drawn(link="mc")
-    assert drawn(loss=brier)
-
-
 @pytest.mark.parametrize(("grid", "at_end"), [([1e2, 1e3, 1e4], True), ([1e4, 1e2, 1e3], True), (None, False)])
 def test_validation_says_where_its_grid_ends(grid, at_end):
     """In whichever order it was given."""

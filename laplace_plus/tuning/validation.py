@@ -122,7 +122,7 @@ class Validation:
         with torch.no_grad():
             loader = iterate(self.data, device=posterior.network.device, progress=progress, description="validation")
             for batch in loader:
-                seed = draw_seed(generator) if candidates.draws else 0
+                seed = draw_seed(generator)
                 for number, prediction in enumerate(candidates.predictions(batch.inputs, seed)):
                     if number == 0:
                         outputs = prediction.functional_mean
@@ -141,7 +141,6 @@ class _Precisions:
         levels: The grid, ``[L]``.
         likelihoods: Those at each noise level that is tried.
         points: Pairs of the attributes' values and a likelihood; likelihoods vary first.
-        draws: Whether predictions draw random numbers.
     """
 
     names = ("prior_precision",)
@@ -159,8 +158,6 @@ class _Precisions:
         pairs = [(precision, one.noise_std) for (precision,), one in self.points]
         self._factor_sets = model.factor_sets(pairs, posterior.temperature.detach())
         self._link = tuner.link or likelihood.links[0]
-        # A loss of the user's own may look at samples, whatever the link.
-        self.draws = self._link == "mc" or tuner.loss is not None
 
     def predictions(self, inputs: Any, seed: int) -> Iterator[Prediction]:
         """The prediction at each point, with the same random numbers: they differ by their merits alone."""
@@ -174,8 +171,6 @@ class _Precisions:
 
 class _Settings:
     """All combinations of what a posterior names in ``tunables()``; attributes as of :class:`_Precisions`."""
-
-    draws = True
 
     def __init__(self, tuner: Validation, posterior: Any):
         self._posterior, grids = posterior, dict(posterior.tunables())
