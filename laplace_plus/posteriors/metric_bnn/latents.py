@@ -331,10 +331,8 @@ class Training:
     @torch.no_grad()
     def _result(self, model: Autoencoder, history: Tensor) -> Latents:
         points, kept = self._rows[1:], self._coordinates.kept
-        parts = points.split(4096)
-        latents = torch.cat([model.encoder(some) for some in parts])
-        decoded = zip(parts, latents.split(4096), strict=True)
-        missed = sum(float((some - model.decoder(own)).double().square().sum()) for some, own in decoded)
+        latents = model.encoder(points)
+        missed = float((points - model.decoder(latents)).double().square().sum())
         total = float(points.double().square().sum())
         partners = draw_partners(len(latents), "derangement", torch.Generator().manual_seed(0)).to(latents.device)
         spread = float(distances(latents, latents[partners]).mean())
