@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -72,6 +72,9 @@ _INDEXING = _functions(
     " index_put_ index_reduce index_reduce_ masked_scatter masked_scatter_ put put_"
 )
 """Functions that move rows by integers or masks among their further arguments."""
+
+_QUIET = "There is a performance drop|Full backward hook is firing"
+"""Warnings of derivatives that several cotangents, or hooks of the user, take another way."""
 
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
@@ -333,17 +336,15 @@ class Capture:
             options["retain_graph"] = len(cotangents) > 1 or not self.frees
             pull = partial(torch.autograd.grad, self.graph_outputs, [call.edge for call in calls], **options)
             cotangents, found = cotangents.to(self.graph_outputs.dtype), None
-            if len(cotangents) > 1 and not self.differentiable:
-                try:
-                    with warnings.catch_warnings():
-                        warnings.filterwarnings("ignore", message="There is a performance drop")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_QUIET)
+                if len(cotangents) > 1 and not self.differentiable:
+                    with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
                         found = pull(cotangents, is_grads_batched=True)
-                except RuntimeError:  # no batching rule; the loop raises any other error again
-                    found = None
-            if found is None:
-                columns = zip(*map(pull, cotangents), strict=True)
-                join = torch.stack if len(cotangents) > 1 else lambda column: column[0][None]  # without a copy
-                found = [None if column[0] is None else join(column) for column in columns]
+                if found is None:
+                    columns = zip(*map(pull, cotangents), strict=True)
+                    join = torch.stack if len(cotangents) > 1 else lambda column: column[0][None]  # without a copy
+                    found = [None if column[0] is None else join(column) for column in columns]
         gradients = []
         for call, gradient in zip(calls, found, strict=True):
             if gradient is None:
@@ -361,6 +362,7 @@ class Capture:
             outputs, leaves = self.graph_outputs, list(self.leaves.values())
             try:
                 with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=_QUIET)
                     warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
                     found = torch.autograd.grad(
                         outputs, leaves, cotangent.to(outputs.dtype), retain_graph=True, allow_unused=True
