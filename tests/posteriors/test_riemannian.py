@@ -32,14 +32,6 @@ class TestExponentialMap(PosteriorConformance):
         return lp.Riemannian(model, likelihood, n_samples=3, prior_precision=10.0, **options)
 
 
-class TestLinearizedExponentialMap(PosteriorConformance):
-    one_pass = False
-
-    def make(self, model, likelihood, **options):
-        method = lp.ExponentialMap(linearized=True, minibatch=12)
-        return lp.Riemannian(model, likelihood, tangent="KFAC", method=method, n_samples=3, prior_precision=10.0)
-
-
 class TestDiffusion(PosteriorConformance):
     one_pass = False
 

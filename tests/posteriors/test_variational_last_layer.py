@@ -25,12 +25,6 @@ class TestVariationalLastLayer(PosteriorConformance):
         return lp.VariationalLastLayer(model, likelihood, **options)
 
 
-class TestDiagonal(TestVariationalLastLayer):
-    def make(self, model, likelihood, **options):
-        diagonal = {} if likelihood == "regression" else {"covariance": "diagonal", "bound": "jensen"}
-        return lp.VariationalLastLayer(model, likelihood, **diagonal, **options)
-
-
 class TestStudentT(TestVariationalLastLayer):
     def make(self, model, likelihood, **options):
         noise = {"noise": "student_t"} if likelihood == "regression" else {}

@@ -216,7 +216,7 @@ class VariationalLastLayer(Posterior):
         key = (self.state, *own, self.likelihood, *(tensor._version for tensor in own))
         if self._solution_cache is None or not all(map(is_, self._solution_cache[0], key)):
             found = self._solution_at(self._prior_precision.detach(), self.noise_std)
-            if found.rate is not None:
+            if found.rate is not None and self.network.function is None:  # of the network itself, not of a view
                 self._other_likelihood = StudentTNoise(found.shape, found.rate, self.likelihood.output_axis)
             self._solution_cache = key, found
         return self._solution_cache[1]
