@@ -57,8 +57,7 @@ from laplace_plus.tuning.base import Tuner, TuningResult, resolve_tuner
 class Posterior(Predicting):
     """A posterior over (some of) the parameters of a trained network, which itself is never changed.
 
-    A subclass gives :meth:`fit_batches` and :meth:`sample`, and :meth:`functional_posterior` where it knows better than
-    Monte Carlo. See ``docs/extending.md``.
+    A subclass gives :meth:`fit_batches` and :meth:`sample`; see ``docs/extending.md``.
 
     Args:
         model: The trained ``nn.Module``.

@@ -55,9 +55,6 @@ class LowRank(GaussianPosterior):
         remainder_depth: Lanczos steps for each of them: passes over the data.
         **common: As for :class:`Posterior`: parameters, prior_precision, prior_mean, temperature, backend.
 
-    Raises:
-        ConfigurationError: An option out of range, besides what :class:`Posterior` raises.
-
     Example:
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
