@@ -24,7 +24,10 @@ from laplace_plus.network.selection import Selected, Selection, select, uses
 from laplace_plus.network.shadow import Shadow, copied, unwrapped
 
 _SMALL = 100_000
-"""Up to this many parameters, a batch of one example runs with many parameter vectors at once."""
+"""Up to this many parameters, a batch of one example runs with several parameter vectors at once."""
+
+_TOGETHER = 16
+"""So many: more are no faster, and take their activations' memory."""
 
 _AMBIENT: ContextVar[tuple[bool, torch.dtype] | None] = ContextVar("ambient_autocast", default=None)
 """The caller's autocast while a public method runs; None outside."""
@@ -127,6 +130,10 @@ class Network:
         self.held = held_by(self.model)
         self.select_last_layer(None)
         self.forget()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.held = held_by(self.model)  # whose ids are others in a copy
 
     def forget(self) -> None:
         """Drop what has been learnt about how the network runs; a fit begins with this."""
@@ -297,7 +304,8 @@ class Network:
             try:
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="There is a performance drop")
-                    return [*torch.vmap(lambda own: self(inputs, own))(stacked)]
+                    mapped = torch.vmap(lambda own: self(inputs, own), chunk_size=_TOGETHER)
+                    return [*mapped(stacked)]
             except InputError:  # some operation that cannot be batched
                 pass
         sets = zip(*map(Tensor.unbind, (own.detach() for own in stacked.values())), strict=True)
