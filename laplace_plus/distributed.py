@@ -23,6 +23,8 @@ from laplace_plus.persistence import decode, digest, encode, fingerprint
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.training_data import TrainingData
 
+__all__ = ["fit", "gathered", "update"]
+
 P = TypeVar("P", bound=Posterior)
 
 GOLDEN = 0x9E3779B97F4A7C15
