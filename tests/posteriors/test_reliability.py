@@ -131,15 +131,13 @@ class Timeout(Exception):
     """What a signal's handler may raise."""
 
 
-class Late(RuntimeError):
-    """And what might be taken for a refusal of the network."""
-
-
-@pytest.mark.parametrize("error", [MemoryError, TimeoutError, Timeout, Late, torch.OutOfMemoryError])
-@pytest.mark.parametrize("posterior_class", [lp.KFAC, lp.LowRank, sampled, riemannian])
-def test_exceptions_in_the_forward_pass_are_raised(posterior_class, error):
-    """Whichever pass it is: some are trials, after whose failure another way is taken."""
-    for number in range(6):
+@pytest.mark.parametrize("error", [MemoryError, TimeoutError, Timeout, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    ("posterior_class", "n_passes"), [(lp.KFAC, 1), (lp.LowRank, 6), (sampled, 6), (riemannian, 3)]
+)
+def test_exceptions_in_the_forward_pass_are_raised(posterior_class, n_passes, error):
+    """Whichever pass it is: one is a trial of a way to differentiate."""
+    for number in range(n_passes):
         model, calls = net(), []
 
         def fail(*_, number=number, calls=calls):
@@ -148,11 +146,10 @@ def test_exceptions_in_the_forward_pass_are_raised(posterior_class, error):
                 raise error("mine")
 
         model.register_forward_hook(fail)
-        posterior, needed = posterior_class(model, "classification"), {lp.KFAC: 2, riemannian: 4}
-        if number < needed.get(posterior_class, 6):
-            with pytest.raises((error, InputError), match="mine"):
-                posterior.fit([(X, Y)])
-            assert not posterior.is_fitted
+        posterior = posterior_class(model, "classification")
+        with pytest.raises((error, InputError), match="mine"):
+            posterior.fit([(X, Y)])
+        assert not posterior.is_fitted
 
 
 class Interrupt(BaseException):
