@@ -20,6 +20,7 @@ PUBLIC_DESPITE_UNDERSCORE = {"_replace", "_asdict", "_fields", "_make"}  # of na
 FOREIGN = {"torch", "aten", "nn", "forward_ad"}  # torch's own names, some of which have no public form
 PRIVATE_OF_ANOTHER = re.compile(r"(?<!\bself\.)(?<!\bcls\.)\b_[a-zA-Z]")  # perhaps: files without any need no parsing
 OF_TENSORS = {"_version", "_is_view", "_schema", "_ops"}
+OF_MODULES = {"_modules", "_parameters", "_buffers"}
 
 
 def defined(file):
@@ -36,7 +37,7 @@ def defined(file):
 
 
 def private(name):
-    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_DESPITE_UNDERSCORE | OF_TENSORS
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_DESPITE_UNDERSCORE | OF_TENSORS | OF_MODULES
 
 
 def root_of(node):
