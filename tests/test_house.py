@@ -37,7 +37,8 @@ def defined(file):
 
 
 def private(name):
-    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_DESPITE_UNDERSCORE | OF_TENSORS | OF_MODULES
+    known = PUBLIC_DESPITE_UNDERSCORE | OF_TENSORS | OF_MODULES
+    return name.startswith("_") and not name.startswith("__") and name not in known
 
 
 def root_of(node):
