@@ -188,7 +188,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:
-            if id(tensor) in self.tables and _tensors(output):  # queries such as .shape return none
+            if id(tensor) in self.tables and output is not tensor and _tensors(output):  # no query, and no idle .to()
                 place = None
                 if func in _SUMS and not kwargs and output.requires_grad:
                     like = {"dtype": output.dtype, "device": output.device}
