@@ -82,7 +82,9 @@ class Accumulation(ABC):
         """The sum, after all cotangents; blocks that no batch has used so far are zero."""
         for late in self.deferred:
             late()
-        covered = {name for layout, _ in self.total.blocks for name in layout.names}
+        covered: set[str] = set()
+        for layout, _ in self.total.blocks:
+            covered.update(layout.names)
         for layout in self.gradients.layouts:
             if covered.isdisjoint(layout.names):
                 network = self.gradients.network
@@ -97,48 +99,68 @@ class Accumulation(ABC):
         if layouts is own:
             known: dict[str, list[Layout]] = {}
             for layout, block in self.total.blocks:
-                for name in layout.names if layout.rule != GENERAL or _holds(block) else ():
-                    known.setdefault(name, []).append(layout)
-            every = [use for layout in own for name in layout.names for use in known.get(name, [layout])]
-            layouts = list({layout.key: layout for layout in every}.values())
+                if layout.rule != GENERAL or _holds(block):
+                    for name in layout.names:
+                        known.setdefault(name, []).append(layout)
+            chosen: dict[str, Layout] = {}
+            for layout in own:
+                for name in layout.names:
+                    for earlier in known.get(name, [layout]):
+                        chosen[earlier.key] = earlier
+            layouts = list(chosen.values())
         return self.gradients.blocks(cotangents, layouts)
 
     def block(self, layout: Layout, kind: type[B], create: Callable[[], B]) -> tuple[B, bool]:
         """The block of a layout, and whether this batch comes to it for the first time."""
         is_new = layout.key not in self._touched
         self._touched.add(layout.key)
-        if layout.key not in self._blocks and self._make_room(layout):
+        if layout.key not in self._blocks:
+            self._make_room(layout)
             self._blocks[layout.key] = create()
             self.total.blocks.append((layout, self._blocks[layout.key]))
-        block = self._blocks.get(layout.key)
+        block = self._blocks[layout.key]
         if not isinstance(block, kind):
             raise used_differently([layout.key])
         return block, is_new
 
-    def _make_room(self, layout: Layout) -> bool:
-        """Take out zero blocks of parameters that no earlier batch has used; False if one has used them otherwise."""
-        mine = [(own, block) for own, block in self.total.blocks if not set(own.names).isdisjoint(layout.names)]
-        if any(own.rule != GENERAL or _holds(block) for own, block in mine):
-            return all(own.rule == layout.rule for own, _ in mine)  # parts of one parameter, as of attention
-        self.total.blocks = [pair for pair in self.total.blocks if all(pair[0] is not own for own, _ in mine)]
-        for own, _ in mine:
-            self._blocks.pop(own.key, None)
-        return True
+    def _make_room(self, layout: Layout) -> None:
+        """Take out zero blocks of parameters that no earlier batch has used; DataError if one has used them otherwise.
+
+        Several blocks of one rule may share a parameter, as those of attention do.
+        """
+        others, shared, is_used, is_alike = [], [], False, True
+        for own, block in self.total.blocks:
+            if set(own.names).isdisjoint(layout.names):
+                others.append((own, block))
+                continue
+            shared.append(own.key)
+            is_used = is_used or own.rule != GENERAL or _holds(block)
+            is_alike = is_alike and own.rule == layout.rule
+        if is_used and not is_alike:
+            raise used_differently([layout.key])
+        if not is_used:
+            self.total.blocks = others
+            for key in shared:
+                self._blocks.pop(key, None)
 
     def add_squares(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
         shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
-        zeros = partial(torch.zeros, shape, dtype=dtype, device=gradients.device)
-        block, _ = self.block(layout, DiagonalBlock, lambda: DiagonalBlock(zeros()))
-        block.add(gradients, components)
+
+        def zeros() -> DiagonalBlock:
+            return DiagonalBlock(torch.zeros(shape, dtype=dtype, device=gradients.device))
+
+        self.block(layout, DiagonalBlock, zeros)[0].add(gradients, components)
 
     def add_outer_products(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""
         groups, rows, columns = layout.shape
-        gram = partial(GramSum, dtype=self.gradients.network.dtype, device=gradients.device)
-        sums = [gram(groups, rows * columns) for _ in range(self.n_components)]
-        block, _ = self.block(layout, DenseBlock, partial(DenseBlock, sums, layout.shape))
-        block.add(gradients, components)
+
+        def empty() -> DenseBlock:
+            gram = partial(GramSum, dtype=self.gradients.network.dtype, device=gradients.device)
+            return DenseBlock([gram(groups, rows * columns) for _ in range(self.n_components)], layout.shape)
+
+        self.block(layout, DenseBlock, empty)[0].add(gradients, components)
 
 
 def _holds(block: Block) -> bool:

@@ -409,7 +409,7 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
     log_density = log_density + log_cdf * square.exp()
     close = (x < bound).flatten()
     chosen = slice(None) if recorded else close.nonzero().squeeze(1)
-    x_close, s_close = (every.reshape(-1)[chosen] for every in (x, s.expand_as(x)))
+    x_close, s_close = x.reshape(-1)[chosen], s.expand_as(x).reshape(-1)[chosen]
     last = ((x_close + 4) / s_close).clamp_max(_REACH)
     span = (last + _REACH).clamp_min(4.0)
     sides = torch.stack([torch.minimum(span, 0.8 * n_nodes / s_close), span], -1)
@@ -420,10 +420,8 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
     values = torch.addcmul(gumbel, epsilon, epsilon, value=-0.5).exp() * weights
     found = values.sum(-1).log(), (values * falling).sum(-1).log() - lowest
     if recorded:
-        log_cdf, log_density = (
-            torch.where(close, own, far.flatten()).view_as(x)
-            for own, far in zip(found, (log_cdf, log_density), strict=True)
-        )
+        log_cdf = torch.where(close, found[0], log_cdf.flatten()).view_as(x)
+        log_density = torch.where(close, found[1], log_density.flatten()).view_as(x)
     else:
         log_cdf = log_cdf.flatten().scatter(0, chosen, found[0]).view_as(x)
         log_density = log_density.flatten().scatter(0, chosen, found[1]).view_as(x)

@@ -102,10 +102,6 @@ class DenseBlock(DecomposedBlock):
         )
 
     @override
-    def every_sum(self) -> list[GramSum]:
-        return self.sums
-
-    @override
     def changed(self) -> None:
         super().changed()
         self._semi_definite: Tensor | None = None
@@ -205,6 +201,10 @@ class DenseBlock(DecomposedBlock):
             values, vectors = symmetric_eigen(self.matrix.double())
             self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
         return self._semi_definite
+
+    @override
+    def parts(self) -> list[Tensor]:
+        return [part for own in self.sums for part in own.parts()]
 
     @classmethod
     @override

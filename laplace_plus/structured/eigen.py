@@ -203,10 +203,6 @@ class DecomposedBlock(EigenBlock):
     _found: Diagonalised | None = None
 
     @abstractmethod
-    def every_sum(self) -> list[GramSum]:
-        """All sums that the block holds."""
-
-    @abstractmethod
     def sums_at(self, weights: Tensor) -> list[GramSum]:
         """The sums to decompose; with one component those at a weight of one."""
 
@@ -233,9 +229,4 @@ class DecomposedBlock(EigenBlock):
 
     @override
     def changed(self) -> None:
-        super().changed()
-        self._found = None
-
-    @override
-    def parts(self) -> list[Tensor]:
-        return [part for own in self.every_sum() for part in own.parts()]
+        self._spectrum = self._found = None

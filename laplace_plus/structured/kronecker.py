@@ -125,10 +125,6 @@ class KroneckerBlock(DecomposedBlock):
         """The sum of ``a aᵀ``, ``[G, i, i]``, or ``[G, i]`` where it is diagonal."""
         return self.right_sum.matrix()
 
-    @override
-    def every_sum(self) -> list[GramSum]:
-        return [*self.left_sums, self.right_sum]
-
     # -- sums ----------------------------------------------------------------------------------------------------------
 
     @override
@@ -268,7 +264,10 @@ class KroneckerBlock(DecomposedBlock):
 
     @override
     def parts(self) -> list[Tensor]:
-        return [*super().parts(), self.count, *([] if self.corrected is None else [self.corrected])]
+        found = []
+        for own in (*self.left_sums, self.right_sum):
+            found += own.parts()
+        return [*found, self.count] if self.corrected is None else [*found, self.count, self.corrected]
 
     @override
     def clone(self) -> KroneckerBlock:
