@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
@@ -102,7 +101,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.wanted, self.keep_graph = wanted, keep_graph
         self.alive: list[Tensor] = list(parameters.values())
-        self.rows = {id(tensor): _whole(name) for name, tensor in parameters.items()}
+        self.rows: dict[int, ParameterRows] = {}
+        for name, tensor in parameters.items():
+            self.rows[id(tensor)] = _whole(name)
         self.calls: list[Call] = []
         self.uses: list[str] = []
         self.uncovered: set[str] = set()
@@ -126,7 +127,6 @@ class _Recorder(TorchFunctionMode):
         call = self._described(func, used, args, kwargs) if used and func in RULES else None
         if call is not None:
             self.uses += map(_NAME, used)
-            call.weight, call.bias = self._selected(call.weight), self._selected(call.bias)
             call.version = call.value._version if call.rows and torch.is_grad_enabled() else 0
         output = func(*args, **kwargs)
         if self.tables:
@@ -142,11 +142,8 @@ class _Recorder(TorchFunctionMode):
             self.widest = max(self.widest, output.numel() * output.element_size())
         return output
 
-    def _selected(self, part: ParameterRows | None) -> ParameterRows | None:
-        return part if part is not None and part.name in self.wanted else None
-
     def _described(self, func: Any, used: tuple[ParameterRows, ...], args: Any, kwargs: Any) -> Call | None:
-        """The call as its rule describes it, or None."""
+        """The call as its rule describes it, with what of it is selected; or None."""
         try:
             with nullcontext() if self.keep_graph else torch.no_grad():
                 call = RULES[func](lambda value: self.rows.get(id(value)), *args, **kwargs)
@@ -161,8 +158,13 @@ class _Recorder(TorchFunctionMode):
             got = type(error).__name__
             raise ConfigurationError(what, expected="a rule that returns a Call or None", got=got, fix=fix) from error
         # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
-        is_whole = call is not None and (used == call.rows or {*map(_NAME, call.rows)} >= {*map(_NAME, used)})
-        return call if is_whole else None
+        if call is None or (used != call.rows and not {*map(_NAME, call.rows)} >= {*map(_NAME, used)}):
+            return None
+        if call.weight is not None and call.weight.name not in self.wanted:
+            call.weight = None
+        if call.bias is not None and call.bias.name not in self.wanted:
+            call.bias = None
+        return call
 
     def _record(self, call: Call, output: Tensor) -> Tensor:
         """Note a call; returns the output for the network to go on with."""
@@ -227,13 +229,16 @@ class _Recorder(TorchFunctionMode):
 
 
 def _ids_of(inputs: Any) -> set[int] | None:
-    found = set[int]()
-    for leaf in batches.flatten(inputs)[0]:
-        if isinstance(leaf, Tensor):
-            found.add(id(leaf))
-        elif isinstance(leaf, PackedSequence):
-            found |= {id(tensor) for tensor in leaf if tensor is not None}
-        elif leaf is not None and not isinstance(leaf, (bool, int, float, str)):
+    found, waiting = set[int](), [inputs]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.add(id(item))
+        elif isinstance(item, (tuple, list)):  # also a PackedSequence
+            waiting.extend(item)
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif item is not None and not isinstance(item, (bool, int, float, str)):
             return None
     return found
 
@@ -277,7 +282,9 @@ class Capture:
 
     def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
         parameters, wanted = network.parameters, frozenset(network.parameter_names)
-        self.leaves = {name: parameters[name].requires_grad_() for name in network.parameter_names}
+        self.leaves: dict[str, Tensor] = {}
+        for name in network.parameter_names:
+            self.leaves[name] = parameters[name].requires_grad_()
         recorder = _Recorder(parameters, wanted, inputs, differentiable)
         with torch.enable_grad():
             raw = batches.output_tensor(network.raw(inputs, parameters, recorder))
@@ -285,8 +292,11 @@ class Capture:
         self.inputs, self.differentiable, self.frees = inputs, differentiable, False
         self.uses, self.uncovered = recorder.uses, recorder.uncovered
         self.moves_rows, self.cuts_off = recorder.moves_rows, recorder.cuts_off
-        _place_tables(recorder.tables.values(), arranged)
-        self.calls = [call for call in recorder.calls if self.uncovered.isdisjoint(map(_NAME, call.rows))]
+        if recorder.tables:
+            _place_tables(recorder.tables.values(), arranged)
+        self.calls = recorder.calls
+        if self.uncovered:
+            self.calls = [call for call in self.calls if self.uncovered.isdisjoint(map(_NAME, call.rows))]
         self.output_shape, self.pointwise = arranged.shape, False
         self.order: Tensor | None = None
         self.graph_outputs = arranged
@@ -330,7 +340,7 @@ class Capture:
         return self._backward(cotangents, calls)
 
     def _backward(self, cotangents: Tensor, calls: Sequence[Call]) -> list[Tensor]:
-        found: Any = [None] * len(calls)
+        found: Any = [(None,)] * len(calls)
         if self.graph_outputs.requires_grad and calls:
             options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
             options["retain_graph"] = len(cotangents) > 1 or not self.frees
@@ -342,14 +352,15 @@ class Capture:
                     with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
                         found = pull(cotangents, is_grads_batched=True)
                 if found is None:
-                    columns = zip(*map(pull, cotangents), strict=True)
-                    join = torch.stack if len(cotangents) > 1 else lambda column: column[0][None]  # without a copy
-                    found = [None if column[0] is None else join(column) for column in columns]
+                    found = list(zip(*map(pull, cotangents), strict=True))
         gradients = []
-        for call, gradient in zip(calls, found, strict=True):
-            if gradient is None:
-                gradient = torch.zeros(len(cotangents), *call.output_shape, **call.output_like)
-            gradients.append(gradient)
+        for call, own in zip(calls, found, strict=True):
+            if isinstance(own, Tensor):
+                gradients.append(own)
+            elif own is None or own[0] is None:
+                gradients.append(torch.zeros(len(cotangents), *call.output_shape, **call.output_like))
+            else:
+                gradients.append(torch.stack(own) if len(own) > 1 else own[0][None])  # without a copy
         return gradients
 
     def parameter_gradients(self, cotangent: Tensor) -> dict[str, Tensor | None]:

@@ -42,10 +42,7 @@ from laplace_plus.structured.parameter_slices import ParameterSlices
 COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""
 
-(
-    _KEY,
-    _NAME,
-) = attrgetter("key"), attrgetter("name")
+_KEY, _NAME = attrgetter("key"), attrgetter("name")
 _KIND = attrgetter("__class__", "rows", "packed")
 
 
@@ -75,10 +72,12 @@ class Gradients:
         key = tuple(map(_KIND, capture.calls)), found.general, found.unused, frozenset(capture.uncovered)
         if key not in network.layouts:
             network.layouts[key] = _plans(network, capture.calls, found.general)
-        self._plans: list[_Plan] = [
-            plan for plan in network.layouts[key] if not found.unused.issuperset(plan.layout.names)
-        ]
-        self.layouts: list[Layout] = list(map(attrgetter("layout"), network.layouts[key]))
+        self.layouts: list[Layout] = []
+        self._plans: list[_Plan] = []
+        for plan in network.layouts[key]:
+            self.layouts.append(plan.layout)
+            if not found.unused.issuperset(plan.layout.names):
+                self._plans.append(plan)
 
     def blocks(
         self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
@@ -95,7 +94,9 @@ class Gradients:
         gradients = self._output_gradients(cotangents)
         general: dict[str, Tensor] | None = None
         for plan in self._plans:
-            uses = [self._use(number, gradients[number]) for number in plan.members]
+            uses: list[ExampleGradients] = []
+            for number in plan.members:
+                uses.append(self._use(number, gradients[number]))
             if not uses:
                 general = self._general_gradients(cotangents) if general is None else general
                 # A parameter may be 0-d.
@@ -107,15 +108,16 @@ class Gradients:
 
     def _output_gradients(self, cotangents: Tensor) -> dict[int, Tensor]:
         """By the numbers of calls: gradients ``[V, *output shape]``, or ``[V, B, *output shape]`` of examples alone."""
-        numbers = [number for plan in self._plans for number in plan.members]
-        apart = [number for number in numbers if self._rows[number] is None]
-        joint = [number for number in numbers if self._rows[number] is not None]
+        joint: dict[int, Call] = {}
+        apart: dict[int, Call] = {}
+        for plan in self._plans:
+            for number in plan.members:
+                (apart if self._rows[number] is None else joint)[number] = self.capture.calls[number]
         self.capture.frees = self.capture.frees and not apart
-        calls = self.capture.calls
-        found = dict(zip(joint, self.capture.gradients(cotangents, [calls[n] for n in joint]), strict=True))
+        found = dict(zip(joint, self.capture.gradients(cotangents, [*joint.values()]), strict=True))
         if not apart:
             return found
-        chosen, size = [calls[number] for number in apart], cotangents.shape[1]
+        chosen, size = [*apart.values()], cotangents.shape[1]
         each = sum(call.output_shape.numel() * call.output_like["dtype"].itemsize for call in chosen)
         parts = []
         for some in slices(size, len(cotangents) * each, COTANGENT_BYTES):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from laplace_plus.structured.gradients import EmbeddingGradients, ExampleGradien
 
 Rows = ExampleAxis | Tensor | None
 """Which example each row of a call's output belongs to: an axis, an order of axis 0, or None for no single one."""
+
+_NAME = attrgetter("name")
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,23 @@ class Examined:
 
 def examined(network: Network, capture: Capture) -> Examined:
     """What is known about a batch, from the batch itself or from one like it."""
-    kind = _kind(capture)
-    found = None if capture.moves_rows else network.examined.get(kind)
+    # What batches that need be examined once have in common: their calls, and how their sizes relate.
+    n, kind = capture.n_examples, [capture.n_examples == 1, capture.pointwise, frozenset(capture.uncovered)]
+    for call in capture.calls:
+        kind += [type(call), call.rows, call.packed, len(call.output_shape)]
+        for size in call.output_shape[:2] if n > 1 else ():
+            kind += [size % n == 0, size == n]
+    key = tuple(kind)
+    found = None if capture.moves_rows else network.examined.get(key)
     if found is None:
         found, is_certain = _examine(network, capture)
         if is_certain and not capture.moves_rows:
-            network.examined[kind] = found
-    capture.unused = found.unused
-    capture.last_used = next((name for name in reversed(capture.uses) if name not in found.unreached), None)
+            network.examined[key] = found
+    capture.unused, capture.last_used = found.unused, None
+    for name in capture.uses:
+        if name not in found.unreached:
+            capture.last_used = name
     return found
-
-
-def _kind(capture: Capture) -> tuple[Any, ...]:
-    """What batches that need be examined once have in common: their calls, and how their sizes relate."""
-    n, calls = capture.n_examples, []
-    for call in capture.calls:
-        sizes = tuple((size % n == 0, size == n) for size in call.output_shape[:2]) if n > 1 else ()
-        calls.append((type(call), call.rows, call.packed, len(call.output_shape), sizes))
-    return n == 1, capture.pointwise, frozenset(capture.uncovered), tuple(calls)
 
 
 def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
@@ -79,24 +81,32 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     before, after = capture.gradients(cotangent[None]), capture.gradients(weighted[None])
     rounding = _rounding(network, capture)
     is_finite = bool(torch.isfinite(outputs.detach().sum()))  # or else the caller's error is about that
+    is_certain = is_finite  # and a derivative reaches every call
     rows: list[Rows] = []
+    parts: list[str] = []
+    costly = set[str]()
     for call, first, second in zip(capture.calls, before, after, strict=True):
         is_known = capture.pointwise or not is_finite
         rows.append(FIRST if is_known else _rows(call, first.detach()[0], second.detach()[0], weights, rounding))
-    reached = {name for name, gradient in plain.items() if gradient is not None}
-    _warn_of_lost(network, capture, reached)
-    groups, missed = groups_of(capture.calls), set[str]()
-    general = _not_together(capture.calls, groups)
+        parts += map(_NAME, call.rows)
+        is_certain = is_certain and bool(first.any())
+        if rows[-1] is None:
+            costly.add(call.rows[0].name)
+    unreached = frozenset([name for name in network.parameter_names if plain[name] is None])
+    if capture.cuts_off:
+        _warn_of_lost(network, capture, unreached)
+    groups, general, missed = groups_of(capture.calls), set[str](), set[str]()
+    if len({*parts}) < len(parts):  # some parameter has several uses
+        general = _not_together(capture.calls, groups)
     for numbers in groups.values() if is_finite else ():
-        if general.isdisjoint(part.name for part in capture.calls[numbers[0]].rows):
+        if general.isdisjoint(map(_NAME, capture.calls[numbers[0]].rows)):
             missed |= _missed(capture, numbers, rows, (before, after), weights, plain, rounding)
     network.missed |= missed
-    in_calls = {part.name for call in capture.calls for part in call.rows}
-    unused = frozenset(network.parameter_names) - in_calls - reached
-    unreached = frozenset(network.parameter_names) - reached
-    _warn_of_price(network, capture, rows, missed)
-    is_certain = is_finite and all(bool(first.any()) for first in before)
-    return Examined(tuple(rows), frozenset(general | network.missed), unused, unreached), is_certain
+    costly |= missed
+    if n > 1 and not network.warned.issuperset(costly):
+        _warn_of_price(network, n, sorted(costly - network.warned))
+    general |= network.missed
+    return Examined(tuple(rows), frozenset(general), unreached.difference(parts), unreached), is_certain
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -138,9 +148,13 @@ def _order(first: Tensor, second: Tensor, weights: Tensor, rounding: float) -> T
 
 def _rounding(network: Network, capture: Capture) -> float:
     """How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute."""
-    low = {capture.graph_outputs.dtype, *(call.output_like["dtype"] for call in capture.calls)}
-    low |= {parameter.dtype for parameter in network.held.parameters.values() if parameter.is_floating_point()}
-    return max({torch.float64: 1e-5, torch.float32: 2e-3}.get(dtype, 0.2) for dtype in low)
+    rounding = _ROUNDING.get(capture.graph_outputs.dtype, 0.2)
+    for call in capture.calls:
+        rounding = max(rounding, _ROUNDING.get(call.output_like["dtype"], 0.2))
+    for parameter in network.held.parameters.values():
+        if parameter.is_floating_point():
+            rounding = max(rounding, _ROUNDING.get(parameter.dtype, 0.2))
+    return rounding
 
 
 def _close(found: Tensor, expected: Tensor, rounding: float) -> bool:
@@ -197,21 +211,23 @@ def _missed(
     rounding: float,
 ) -> set[str]:
     """The parameters of a block for which the invariant does not hold."""
-    calls, total = [capture.calls[number] for number in numbers], torch.zeros(())
-    for number, call in zip(numbers, calls, strict=True):
+    total, one = torch.zeros(()), capture.calls[numbers[0]]
+    for number in numbers:
+        call = capture.calls[number]
         before, after = gradients[0][number].detach(), gradients[1][number].detach()
         if capture.pointwise or rows[number] is None:  # the rows are right by construction: all of them as one example
             own = _weighted_sum(call.alone(after[:, None]), weights.new_ones(1))
         else:
             own = _weighted_sum(use_gradients(call, rows[number], before, len(weights)), weights)
         total = total.to(own) + own
-    names = {part.name for part in calls[0].rows}
-    known = {name: plain[name] for name in names}
-    expected = {n: capture.leaves[n].new_zeros(capture.leaves[n].shape) if g is None else g for n, g in known.items()}
-    wanted = calls[0].index(expected).to(total)
+    expected: dict[str, Tensor] = {}
+    for name in map(_NAME, one.rows):
+        gradient = plain[name]
+        expected[name] = torch.zeros_like(capture.leaves[name]) if gradient is None else gradient
+    wanted = one.index(expected).to(total)
     if not bool(torch.isfinite(wanted.sum())):  # whoever takes these gradients says so
         return set()
-    return set() if _close(total, wanted, rounding) else names
+    return set() if _close(total, wanted, rounding) else {*expected}
 
 
 def _weighted_sum(gradients: ExampleGradients, weights: Tensor) -> Tensor:
@@ -234,12 +250,11 @@ def _weighted_sum(gradients: ExampleGradients, weights: Tensor) -> Tensor:
 # -- what the user should know -----------------------------------------------------------------------------------------
 
 
-def _warn_of_lost(network: Network, capture: Capture, reached: set[str]) -> None:
+def _warn_of_lost(network: Network, capture: Capture, unreached: frozenset[str]) -> None:
     """Warn of parameters that are used, but past any derivative; UnsupportedError if these are all."""
-    used = [name for name in network.parameter_names if name in capture.uses] if capture.cuts_off else []
-    lost = [name for name in used if name not in reached]
+    lost = [name for name in network.parameter_names if name in unreached and name in capture.uses]
     listed = ", ".join(map(repr, lost[:4])) + (" …" if len(lost) > 4 else "")  # noqa: PLR2004
-    if lost and not reached:
+    if lost and unreached.issuperset(network.parameter_names):
         what = "No gradient of the outputs reaches the selected parameters."
         expected = "a forward pass that can be differentiated in evaluation mode"
         got = f"gradients that are switched off, or tensors that are detached, behind {listed}"
@@ -251,12 +266,9 @@ def _warn_of_lost(network: Network, capture: Capture, reached: set[str]) -> None
         network.warned.update(lost)
 
 
-def _warn_of_price(network: Network, capture: Capture, rows: Sequence[Rows], missed: set[str]) -> None:
-    mixed = {call.rows[0].name for call, own in zip(capture.calls, rows, strict=True) if own is None}
-    names = sorted((mixed | missed) - network.warned)
-    if names and capture.n_examples > 1:
-        listed = ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")  # noqa: PLR2004
-        message = "Which rows belong to which example cannot be told from the calls that use"
-        price = f"one backward pass for each of {capture.n_examples} examples in place of one for all"
-        warn(f"{message} {listed}. Each example's outputs are differentiated by themselves: exact, at {price}.")
-        network.warned.update(names)
+def _warn_of_price(network: Network, n_examples: int, names: Sequence[str]) -> None:
+    listed = ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")  # noqa: PLR2004
+    message = "Which rows belong to which example cannot be told from the calls that use"
+    price = f"one backward pass for each of {n_examples} examples in place of one for all"
+    warn(f"{message} {listed}. Each example's outputs are differentiated by themselves: exact, at {price}.")
+    network.warned.update(names)

@@ -367,7 +367,10 @@ class Network:
                     found.append((name, id(tensor), tensor.data_ptr(), tensor._version))
                 except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                     found.append((name, id(tensor)))
-        return [*found, *((adapter_state(module),) for module in self.held.modules if MERGED in vars(module))]
+        for module in self.held.modules:
+            if MERGED in vars(module):
+                found.append((adapter_state(module),))
+        return found
 
 
 class _OwnTensors(TorchFunctionMode):
@@ -375,7 +378,10 @@ class _OwnTensors(TorchFunctionMode):
 
     def __init__(self, held: Held):
         super().__init__()
-        self._names = {id(p): n for n, p in held.parameters.items() if p.requires_grad or type(p) is nn.Parameter}
+        self._names: dict[int, str] = {}
+        for name, parameter in held.parameters.items():
+            if parameter.requires_grad or type(parameter) is nn.Parameter:
+                self._names[id(parameter)] = name
         self.seen: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

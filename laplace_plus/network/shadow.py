@@ -88,12 +88,12 @@ class Shadow:
                 # An embedding with a largest norm writes to its weights.
                 parameters[key] = use.clone() if theirs.get("max_norm") is not None else use
         writes = not type(module).__module__.startswith("torch.nn.modules.")
-        own["_buffers"] = {
-            key: None if buffer is None else self.buffer(buffer, writes) for key, buffer in theirs["_buffers"].items()
-        }
-        own["_modules"] = {
-            key: None if child is None else self.module(child) for key, child in theirs["_modules"].items()
-        }
+        own["_buffers"] = buffers = theirs["_buffers"].copy()
+        for key, buffer in buffers.items():
+            buffers[key] = None if buffer is None else self.buffer(buffer, writes)
+        own["_modules"] = children = theirs["_modules"].copy()
+        for key, child in children.items():
+            children[key] = None if child is None else self.module(child)
         return shadow
 
     def parameter(self, parameter: Tensor) -> Tensor:
