@@ -278,6 +278,20 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     return leaves, rebuild
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    found, waiting = [], [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            waiting.extend(reversed(item.values()))
+        elif isinstance(item, (tuple, list)):
+            waiting.extend(reversed(item))
+    return found
+
+
 def to_device(tree: Any, device: torch.device | str) -> Any:
     """A new tree with all tensors on a device; dtypes and everything that is not a tensor stay as they are.
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import batches
-from laplace_plus.network.batches import Batch
+from laplace_plus.network.batches import Batch, tensors_in
 from laplace_plus.network.calls import RULES, Call, LinearCall, ParameterRows
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import layer_of
@@ -78,7 +78,7 @@ _QUIET = "There is a performance drop|Full backward hook is firing"
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
-_NAME = attrgetter("name")
+_NAME, _EDGE = attrgetter("name"), attrgetter("edge")
 _whole = lru_cache(4096)(partial(ParameterRows, count=None, start=0))
 
 
@@ -122,7 +122,7 @@ class _Recorder(TorchFunctionMode):
                     return _attention_body(*args, **kwargs)
             finally:
                 self.packed = packed
-        tensors = _tensors((args, kwargs) if kwargs else args)
+        tensors = tensors_in((args, kwargs) if kwargs else args)
         used = tuple(filter(None, map(self.rows.get, map(id, tensors))))
         call = self._described(func, used, args, kwargs) if used and func in RULES else None
         if call is not None:
@@ -168,12 +168,11 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, call: Call, output: Tensor) -> Tensor:
         """Note a call; returns the output for the network to go on with."""
-        names = set(map(_NAME, call.rows))
         if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
             self.cuts_off = True
             return output
         if torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transformations
-            self.uncovered |= names
+            self.uncovered.update(map(_NAME, call.rows))
             return output
         call.edge = get_gradient_edge(output)
         call.packed = self.packed
@@ -190,7 +189,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:
-            if id(tensor) in self.tables and output is not tensor and _tensors(output):  # no query, and no idle .to()
+            if id(tensor) in self.tables and output is not tensor and tensors_in(output):  # no query, and no idle .to()
                 place = None
                 if func in _SUMS and not kwargs and output.requires_grad:
                     like = {"dtype": output.dtype, "device": output.device}
@@ -205,7 +204,7 @@ class _Recorder(TorchFunctionMode):
                 self.rows[id(rows)] = ParameterRows(used[0].name, rows.shape[0], start)
                 self.alive.append(rows)
                 start += rows.shape[0]
-        elif _tensors(output):  # queries such as .shape return none
+        elif tensors_in(output):  # queries such as .shape return none
             self.uses += map(_NAME, used)
             if func in _DETACHING or not torch.is_grad_enabled():
                 self.cuts_off = True
@@ -220,11 +219,11 @@ class _Recorder(TorchFunctionMode):
         if func in _ORDERING:
             self.moves_rows = self.moves_rows or len(args) == 1 or func not in (torch.where, Tensor.where)
         elif func in _INDEXING and not self.moves_rows:
-            indices = (tensor for tensor in _tensors(args[1:]) if known is None or id(tensor) in known)
+            indices = (tensor for tensor in tensors_in(args[1:]) if known is None or id(tensor) in known)
             self.moves_rows = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in indices)
         if known is not None:
             written = args[:1] if output is None else output
-            new = _tensors(written)
+            new = tensors_in(written)
             known.update(map(id, new))
 
 
@@ -240,20 +239,6 @@ def _ids_of(inputs: Any) -> set[int] | None:
             waiting.extend(item.values())
         elif item is not None and not isinstance(item, (bool, int, float, str)):
             return None
-    return found
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
-    found, waiting = [], [tree]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
-            waiting.extend(reversed(item.values()))
-        elif isinstance(item, (tuple, list)):
-            waiting.extend(reversed(item))
     return found
 
 
@@ -273,11 +258,9 @@ class Capture:
         leaves: The selected parameters of this pass.
         moves_rows, cuts_off: As of the recorder.
         frees: Whether the backward pass of a single cotangent frees the graph as it goes, for there is no other one.
-        unused: Selected parameters that do not influence the outputs; set when the batch is examined.
-        last_used: Name of the last parameter used that does; likewise.
+        last_used: Name of the last parameter used that influences the outputs; set when the batch is examined.
     """
 
-    unused: frozenset[str]
     last_used: str | None
 
     def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
@@ -344,7 +327,7 @@ class Capture:
         if self.graph_outputs.requires_grad and calls:
             options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
             options["retain_graph"] = len(cotangents) > 1 or not self.frees
-            pull = partial(torch.autograd.grad, self.graph_outputs, [call.edge for call in calls], **options)
+            pull = partial(torch.autograd.grad, self.graph_outputs, list(map(_EDGE, calls)), **options)
             cotangents, found = cotangents.to(self.graph_outputs.dtype), None
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_QUIET)

@@ -111,8 +111,8 @@ class Gradients:
         joint: dict[int, Call] = {}
         apart: dict[int, Call] = {}
         for plan in self._plans:
-            for number in plan.members:
-                (apart if self._rows[number] is None else joint)[number] = self.capture.calls[number]
+            for member in plan.members:
+                (apart if self._rows[member] is None else joint)[member] = self.capture.calls[member]
         self.capture.frees = self.capture.frees and not apart
         found = dict(zip(joint, self.capture.gradients(cotangents, [*joint.values()]), strict=True))
         if not apart:

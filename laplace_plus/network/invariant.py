@@ -62,7 +62,7 @@ def examined(network: Network, capture: Capture) -> Examined:
         found, is_certain = _examine(network, capture)
         if is_certain and not capture.moves_rows:
             network.examined[key] = found
-    capture.unused, capture.last_used = found.unused, None
+    capture.last_used = None
     for name in capture.uses:
         if name not in found.unreached:
             capture.last_used = name

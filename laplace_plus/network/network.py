@@ -21,7 +21,7 @@ from laplace_plus.network.adapters import MERGED, adapter_state
 from laplace_plus.network.differentiability import differentiable_kernels, eager
 from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import Selected, Selection, select, uses
-from laplace_plus.network.shadow import Shadow, copied, unwrapped
+from laplace_plus.network.shadow import Shadow, copied, unwrap
 
 _SMALL = 100_000
 """Up to this many parameters, a batch of one example runs with several parameter vectors at once."""
@@ -87,11 +87,6 @@ def held_by(model: nn.Module) -> Held:
                         named[name] = tensor
                         seen.add(id(tensor))
     return held
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
-    return unwrapped(model)
 
 
 class Network:
@@ -385,16 +380,9 @@ class _OwnTensors(TorchFunctionMode):
         self.seen: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waiting = [args, kwargs]
-        while waiting:
-            item = waiting.pop()
-            if isinstance(item, Tensor):
-                if id(item) in self._names and func is not Tensor.detach:
-                    self.seen.add(self._names[id(item)])
-            elif isinstance(item, (tuple, list)):
-                waiting.extend(item)
-            elif isinstance(item, dict):
-                waiting.extend(item.values())
+        for tensor in batches.tensors_in((args, kwargs)):
+            if id(tensor) in self._names and func is not Tensor.detach:
+                self.seen.add(self._names[id(tensor)])
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -28,16 +29,16 @@ _CALLABLES = frozenset({FunctionType, MethodType, partial})
 
 _CONTAINERS = frozenset({list, set, dict, OrderedDict, defaultdict, deque, tuple})
 
-_TREE = frozenset({"_modules", "_parameters", "_buffers"})
+_OWN = frozenset({"_modules", "_parameters", "_buffers", "training"})
 
 _STANDARD = frozenset(vars(nn.Module()))
-"""Attributes of every module; but for the tree, those that are containers are empty unless hooks were registered."""
+"""Attributes of every module; but for a shadow's own, those that are containers are empty without hooks."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
     wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
-    return unwrapped(model._modules[wrapper]) if wrapper in model._modules else model  # type: ignore[arg-type]
+    return unwrap(model._modules[wrapper]) if wrapper in model._modules else model  # type: ignore[arg-type]
 
 
 class Shadow:
@@ -65,7 +66,7 @@ class Shadow:
 
     def module(self, module: nn.Module) -> nn.Module:
         """The shadow of a module, without wrappers."""
-        module = unwrapped(module)
+        module = unwrap(module)
         if id(module) in self.made:
             return self.made[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
@@ -75,7 +76,7 @@ class Shadow:
         own = theirs.copy()
         object.__setattr__(shadow, "__dict__", own)
         for key, value in theirs.items():
-            if (value and key not in _TREE) if key in _STANDARD else type(value) not in _SHARED:
+            if (value and key not in _OWN) if key in _STANDARD else type(value) not in _SHARED:
                 own[key] = self.mapped(value)
         own["training"], own["_compiled_call_impl"] = False, None
         if theirs.get("sparse") is True:  # of an embedding: sparse gradients have few operations
@@ -168,7 +169,9 @@ class Shadow:
         variables = {name: own for name, value in before.items() if (own := self._variable(value)) is not value}
         cells = []
         for cell in function.__closure__ or ():
-            content = cell.cell_contents if _is_filled(cell) else None
+            content = None
+            with suppress(ValueError):  # of an empty cell
+                content = cell.cell_contents
             own = self._variable(content)
             cells.append(cell if own is content else CellType(own))
         defaults = self._variable(function.__defaults__)
@@ -220,14 +223,6 @@ def _names(code: CodeType) -> set[str]:
     """Names that a function, or one that is defined within, may look up in its module."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _entries(container: Any) -> list[Any]:

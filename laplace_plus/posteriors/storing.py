@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from laplace_plus.curvature import Curvature, backend_class, backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
-from laplace_plus.network.network import unwrap
 from laplace_plus.network.selection import uses
+from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import decode, encode, fingerprint, read, read_folder, require_same_weights, write
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.state import GaussianState

@@ -29,8 +29,9 @@ from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import whole_layout
-from laplace_plus.network.network import Network, unwrap
+from laplace_plus.network.network import Network
 from laplace_plus.network.selection import refine
+from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision

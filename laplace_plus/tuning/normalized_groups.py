@@ -172,10 +172,10 @@ class _Tracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Collected before the call, since in-place functions change their inputs.
-        tensors = list(_tensors((args, kwargs)))
+        tensors = batches.tensors_in((args, kwargs))
         own = [self._own[id(tensor)] for tensor in tensors if id(tensor) in self._own]
         output = func(*args, **kwargs)
-        produced = list(_tensors(output))
+        produced = batches.tensors_in(output)
         if own and produced:
             self.last_used = own[-1]
         if produced:
@@ -245,8 +245,3 @@ def _plain_name(func: Any) -> str:
         return name
     bare = name.strip("_")
     return _OPERATORS.get(bare, bare)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    leaves, _ = batches.flatten(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

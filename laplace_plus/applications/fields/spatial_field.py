@@ -20,7 +20,8 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size, describe
-from laplace_plus.network.network import Network, refuse_unsuitable, unwrap
+from laplace_plus.network.network import Network, refuse_unsuitable
+from laplace_plus.network.shadow import unwrap
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import GaussianState

@@ -22,8 +22,9 @@ from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.applications.uses.task_sums import TaskSums, moved
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.network.network import Network, exact_arithmetic, unwrap
+from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selection, refine, select, uses
+from laplace_plus.network.shadow import unwrap
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
 from laplace_plus.priors import LAYERWISE, Groups
 

@@ -22,8 +22,8 @@ from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, NoGainWarning, SelectionError, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator, standard_normal
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.network import unwrap
 from laplace_plus.network.selection import Selection
+from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
 from laplace_plus.posteriors.base import Posterior

@@ -28,7 +28,7 @@ from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.linearization import Linearization
-from laplace_plus.network.network import unwrap
+from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import resolve_option
