@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -132,7 +132,7 @@ class _Recorder(TorchFunctionMode):
         if self.tables:
             self._note_tables(func, tensors, kwargs, output)
         if call is not None:
-            output = self._record(call, output) if call.rows else output
+            self._record(call, output)
         elif used:
             self._note_other_use(func, used, output)
         elif func in _DETACHING:
@@ -166,14 +166,16 @@ class _Recorder(TorchFunctionMode):
             call.bias = None
         return call
 
-    def _record(self, call: Call, output: Tensor) -> Tensor:
-        """Note a call; returns the output for the network to go on with."""
+    def _record(self, call: Call, output: Tensor) -> None:
+        """Note a call, if any of its parameters is selected."""
+        if not call.rows:
+            return
         if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
             self.cuts_off = True
-            return output
+            return
         if torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transformations
             self.uncovered.update(map(_NAME, call.rows))
-            return output
+            return
         call.edge = get_gradient_edge(output)
         call.packed = self.packed
         call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
@@ -185,7 +187,6 @@ class _Recorder(TorchFunctionMode):
         if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
             self.tables[id(output)] = [call]
             self.alive.append(output)
-        return output
 
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:
@@ -222,9 +223,7 @@ class _Recorder(TorchFunctionMode):
             indices = (tensor for tensor in tensors_in(args[1:]) if known is None or id(tensor) in known)
             self.moves_rows = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in indices)
         if known is not None:
-            written = args[:1] if output is None else output
-            new = tensors_in(written)
-            known.update(map(id, new))
+            known.update(map(id, tensors_in(args[:1] if output is None else output)))
 
 
 def _ids_of(inputs: Any) -> set[int] | None:
@@ -431,8 +430,7 @@ def _reached(network: Network, inputs: Any, names: Iterable[str]) -> dict[str, b
     leaves = {name: parameters[name].requires_grad_() for name in names if parameters[name].is_floating_point()}
     with torch.enable_grad():
         outputs = network(inputs, leaves)
-        options: Any = {"allow_unused": True}
-        found: Iterator[Any] = iter([None] * len(leaves))
+        found: Any = [None] * len(leaves)
         if outputs.requires_grad:
-            found = iter(torch.autograd.grad(outputs.sum(), list(leaves.values()), **options))
+            found = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
     return {name: gradient is not None for name, gradient in zip(leaves, found, strict=True)}

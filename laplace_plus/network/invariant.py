@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     weights = 0.5 + (torch.randperm(n, generator=source) + torch.rand(n, generator=source)) / n
     weights = weights.to(outputs.device, torch.float64 if outputs.dtype == torch.float64 else torch.float32)
     weighted = cotangent * weights.to(outputs.dtype).view(-1, *[1] * (outputs.ndim - 1))
-    plain = capture.parameter_gradients(weighted)
+    plain: dict[str, Any] = capture.parameter_gradients(weighted)
     before, after = capture.gradients(cotangent[None]), capture.gradients(weighted[None])
     rounding = _rounding(network, capture)
     is_finite = bool(torch.isfinite(outputs.detach().sum()))  # or else the caller's error is about that
@@ -92,7 +93,9 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         is_certain = is_certain and bool(first.any())
         if rows[-1] is None:
             costly.add(call.rows[0].name)
-    unreached = frozenset([name for name in network.parameter_names if plain[name] is None])
+    unreached = frozenset(name for name, gradient in plain.items() if gradient is None)
+    for name in unreached:
+        plain[name] = torch.zeros_like(capture.leaves[name])
     if capture.cuts_off:
         _warn_of_lost(network, capture, unreached)
     groups, general, missed = groups_of(capture.calls), set[str](), set[str]()
@@ -207,7 +210,7 @@ def _missed(
     rows: Sequence[Rows],
     gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
     weights: Tensor,
-    plain: dict[str, Tensor | None],
+    plain: dict[str, Tensor],
     rounding: float,
 ) -> set[str]:
     """The parameters of a block for which the invariant does not hold."""
@@ -220,14 +223,10 @@ def _missed(
         else:
             own = _weighted_sum(use_gradients(call, rows[number], before, len(weights)), weights)
         total = total.to(own) + own
-    expected: dict[str, Tensor] = {}
-    for name in map(_NAME, one.rows):
-        gradient = plain[name]
-        expected[name] = torch.zeros_like(capture.leaves[name]) if gradient is None else gradient
-    wanted = one.index(expected).to(total)
+    wanted = one.index(plain).to(total)
     if not bool(torch.isfinite(wanted.sum())):  # whoever takes these gradients says so
         return set()
-    return set() if _close(total, wanted, rounding) else {*expected}
+    return set() if _close(total, wanted, rounding) else set(map(_NAME, one.rows))
 
 
 def _weighted_sum(gradients: ExampleGradients, weights: Tensor) -> Tensor:

@@ -156,10 +156,8 @@ class Network:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)
         for item in self.selected if not isinstance(self.selection, str) or layer or self.selection == "all" else ():
             if self.tensor(item.name).is_complex():
-                what, fix = (
-                    f"{item.name!r} holds complex weights.",
-                    "Pass parameters=lambda name, p: not p.is_complex().",
-                )
+                what = f"{item.name!r} holds complex weights."
+                fix = "Pass parameters=lambda name, p: not p.is_complex()."
                 raise UnsupportedError(what, expected="real weights", got=f"{self.tensor(item.name).dtype}", fix=fix)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
