@@ -269,7 +269,7 @@ class KroneckerAccumulation(Accumulation):
             own = None if kept is None else kept[examples][self.used[examples]]
             direct = gradients.add_right_products if total.rank is None else None
             if expand and own is None and direct is not None and len(raw) * n_positions >= width:
-                total.add_products(partial(direct, raw))
+                direct(raw, total.lower())
                 continue
             right = gradients.expand_right(raw)  # [b, S, G, i]
             if own is not None:

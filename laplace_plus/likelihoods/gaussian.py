@@ -1,4 +1,4 @@
-"""Real numbers with Gaussian noise: of a known level, or of a level that the network predicts."""
+"""Real numbers with Gaussian noise: of a known level, of one that the network predicts, or of an unknown precision."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 import reprlib
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal, Normal
+from torch.distributions import Distribution, MultivariateNormal, Normal, StudentT
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import Marginal, describe, variance_of, widen
+from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, variance_of, widen
 from laplace_plus.likelihoods.elementwise import Elementwise
-from laplace_plus.likelihoods.normal import is_full, noisy_normal
+from laplace_plus.likelihoods.normal import independent_information, is_full, noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal
 
 LOG_2PI = math.log(2 * math.pi)
@@ -319,6 +320,41 @@ class GivenNoise(RealTargets):
             covariance = marginal.together.covariance_matrix - torch.diag_embed(marginal.aleatoric)
         own = noisy_normal(marginal.mean, covariance, noise.square().to(marginal.mean))
         return super().marginal_log_density(own, values)
+
+
+class StudentTNoise(RealTargets):
+    """Predictions under noise precisions ``Gamma(shape, rate [C])``: Student-t with ``2 shape`` degrees of freedom.
+
+    The variance of y given its output is ``rate/(shape − 1)``; that of the output has the same factor, and adds to it.
+    """
+
+    couples_outputs = False
+    sample = Likelihood.sample
+
+    def __init__(self, shape: float, rate: Tensor, output_axis: int = -1):
+        self.shape, self.rate, self.output_axis = shape, rate, output_axis
+
+    def distribution(self, outputs: Tensor, epistemic: float | Tensor = 0.0) -> Distribution:  # type: ignore[override]
+        """Student-t distributions with batch shape ``[..., C]``, of outputs with a variance of their own."""
+        scale = ((epistemic + (self.rate / (self.shape - 1)).to(outputs)) * (1 - 1 / self.shape)).sqrt()
+        return StudentT(
+            torch.full_like(outputs, 2 * self.shape), outputs, scale.expand_as(outputs), validate_args=False
+        )
+
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """Ones (unit noise)."""
+        return torch.ones_like(outputs)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: weights and noise are integrated out together."""
+        epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
+        law = partial(self.distribution, mean, epistemic)
+        information = partial(independent_information, epistemic, noise)
+        return Marginal(mean, epistemic + noise, law, epistemic, noise, information=information)
+
+    def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
+        """UnsupportedError: torch has no multivariate Student-t distribution."""
+        raise UnsupportedError("Student-t noise has no joint density here.", expected="joint=False", got="joint=True")
 
 
 def _checked_noise(noise_std: float | Tensor, count: int | None = None) -> Tensor:

@@ -71,7 +71,8 @@ def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Ma
     """
     variance = variance_of(mean, covariance)
     total = variance + noise_variance
-    every = mean, total, partial(_normal, mean, total), variance, noise_variance
+    law = partial(Normal, mean, total.sqrt(), validate_args=False)
+    every = mean, total, law, variance, noise_variance
     # torch's multivariate normal cannot evaluate an empty batch.
     if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
         return Marginal(*every, information=partial(independent_information, variance, noise_variance))
@@ -81,10 +82,6 @@ def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Ma
     root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
     together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
     return Marginal(*every, together, partial(_half_log_determinant, root))
-
-
-def _normal(mean: Tensor, variance: Tensor) -> Normal:
-    return Normal(mean, variance.sqrt(), validate_args=False)
 
 
 def independent_information(variance: Tensor, noise_variance: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from laplace_plus.predictive.deviations import moments
 from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
 from laplace_plus.predictive.outputs import Outputs, pick
 from laplace_plus.structured import Factor, KroneckerBlock
-from laplace_plus.structured.sampling import add_draws_
+from laplace_plus.structured.blocks import add_draws_
 from laplace_plus.tuning import GAUSSIAN_TUNERS, Tuner
 from laplace_plus.tuning.laplace import LaplaceModel
 

@@ -98,15 +98,15 @@ def functional_posteriors(
     if head is not None and head[0].key in factor_sets[0]:
         covariances = _of_head(head, factor_sets, mode, centre)
     else:
-        wanted = _Wanted(mean, chosen, centre)
-        step = next(iter(gradients.cotangent_chunks(wanted.n_outputs))).stop
-        if mode == "full" and step < wanted.n_outputs and apart and not capture.pointwise:
+        n_outputs = picked.shape[-1]
+        step = next(iter(gradients.cotangent_chunks(n_outputs))).stop
+        if mode == "full" and step < n_outputs and apart and not capture.pointwise:
             again = {"differentiable": differentiable, "layouts": layouts, "outputs": outputs}
-            parts = -(-wanted.n_outputs // step)
+            parts = -(-n_outputs // step)
             found = _by_parts(network, factor_sets, capture.inputs, picked, parts, chosen, again)
             if found is not None:
                 return found
-        covariances = _of_cotangents(gradients, wanted, factor_sets, mode)
+        covariances = _of_cotangents(gradients, mean, chosen, centre, factor_sets, mode)
     final = (*picked.shape, *picked.shape) if joint else picked.shape if mode == "diagonal" else (*picked.shape, -1)
     results = []
     for covariance in covariances:
@@ -157,57 +157,54 @@ def _of_head(
     return [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
-class _Wanted:
-    """The K chosen outputs at each of M positions as one-hot cotangents: number ``m K + k`` is that of position m.
+def _of_cotangents(
+    gradients: Gradients,
+    outputs: Tensor,
+    chosen: Tensor | None,
+    centre: Tensor | None,
+    factor_sets: Sequence[Factors],
+    mode: str,
+) -> list[Tensor]:
+    """``J Σ Jᵀ`` for each set of factors by one-hot cotangents of outputs ``[B, *, C]``, a few at a time.
+
+    Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint) for M positions.
+    """
+    each = outputs.shape[-1] if chosen is None else chosen.shape[-1]
+    numbers = torch.arange(outputs.shape[1:-1].numel() * each)
+    step = len(numbers) if mode == "joint" else next(iter(gradients.cotangent_chunks(len(numbers)))).stop
+    step = max(1, step // each) * each if mode == "full" else step  # whole positions
+    chunks = []
+    for which in numbers.split(step):
+        cotangents = _one_hot(outputs, chosen, centre, which // each, which % each)
+        stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
+        chunks.append(_quadratic_forms(stacks, factor_sets, mode, each if mode == "full" else None))
+    return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
+
+
+def _one_hot(outputs: Tensor, chosen: Tensor | None, centre: Tensor | None, position: Tensor, number: Tensor) -> Tensor:
+    """Cotangents ``[V, B, *, C]`` of the chosen outputs with these numbers ``[V]`` at these positions.
 
     Args:
         outputs: All outputs, ``[B, *, C]``.
         chosen: ``[K]`` of them (None for all), or ``[B, *, K]`` of each example.
         centre: Weights ``[B, *, C]`` of the mean that is taken from the chosen ones, or None.
+        position: The position of each.
+        number: Which of the K.
     """
-
-    def __init__(self, outputs: Tensor, chosen: Tensor | None, centre: Tensor | None):
-        self.flat = outputs.flatten(1, -2) if outputs.ndim > 2 else outputs[:, None]  # noqa: PLR2004 -- [B, M, C]
-        self.shape, self.centre = outputs.shape, None if centre is None else centre.reshape(self.flat.shape)
-        self.chosen = chosen
-        if chosen is not None and chosen.ndim > 1:
-            self.chosen = chosen.reshape(*self.flat.shape[:2], -1)
-        self.n_positions = self.flat.shape[1]
-        self.n_outputs = self.flat.shape[2] if chosen is None else chosen.shape[-1]
-
-    def cotangents(self, which: Tensor) -> Tensor:
-        """The cotangents ``[V, B, *, C]`` of these numbers."""
-        n, positions, size = self.flat.shape
-        position, number, rows = which // self.n_outputs, which % self.n_outputs, torch.arange(len(which))
-        if self.chosen is not None and self.chosen.ndim > 1:
-            example = torch.arange(n)[:, None]
-            units = self.flat.new_zeros(len(which), n, positions, size)
-            units[rows, example, position, self.chosen.cpu()[example, position, number]] = 1
-            return units.reshape(len(which), *self.shape)
-        column = number if self.chosen is None else self.chosen.cpu()[number]
-        units = self.flat.new_zeros(len(which), 1, positions, size)
-        units[rows, :, position, column] = 1
-        units = units.expand(-1, n, -1, -1)  # all examples share one memory
-        if self.centre is not None:
-            units = units.clone()
-            units[rows, :, position] -= self.centre[:, position].transpose(0, 1)
-        return units.reshape(len(which), *self.shape)
-
-
-def _of_cotangents(gradients: Gradients, wanted: _Wanted, factor_sets: Sequence[Factors], mode: str) -> list[Tensor]:
-    """``J Σ Jᵀ`` for each set of factors by one-hot cotangents, a few at a time.
-
-    Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
-    """
-    numbers, each = torch.arange(wanted.n_positions * wanted.n_outputs), wanted.n_outputs
-    step = len(numbers) if mode == "joint" else next(iter(gradients.cotangent_chunks(len(numbers)))).stop
-    step = max(1, step // each) * each if mode == "full" else step  # whole positions
-    chunks = []
-    for which in numbers.split(step):
-        cotangents = wanted.cotangents(which)
-        stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
-        chunks.append(_quadratic_forms(stacks, factor_sets, mode, each if mode == "full" else None))
-    return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
+    flat, rows = outputs.reshape(len(outputs), -1, outputs.shape[-1]), torch.arange(len(number))  # flat: [B, M, C]
+    n, n_positions, size = flat.shape
+    if chosen is not None and chosen.ndim > 1:
+        example, own = torch.arange(n)[:, None], chosen.cpu().reshape(n, n_positions, -1)
+        units = flat.new_zeros(len(number), n, n_positions, size)
+        units[rows, example, position, own[example, position, number]] = 1
+        return units.reshape(len(number), *outputs.shape)
+    units = flat.new_zeros(len(number), 1, n_positions, size)
+    units[rows, :, position, number if chosen is None else chosen.cpu()[number]] = 1
+    units = units.expand(-1, n, -1, -1)  # all examples share one memory
+    if centre is not None:
+        units = units.clone()
+        units[rows, :, position] -= centre.reshape(flat.shape)[:, position].transpose(0, 1)
+    return units.reshape(len(number), *outputs.shape)
 
 
 def _quadratic_forms(stacks: Any, factor_sets: Sequence[Factors], mode: str, block: int | None = None) -> list[Tensor]:

@@ -420,15 +420,10 @@ def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:
     return root.to(components.loc)
 
 
-def _sum_extra(values: Tensor, n_lead: int) -> Tensor:
-    """Sum over the dimensions after the first ``n_lead``."""
-    return values.flatten(n_lead).sum(-1) if values.dim() > n_lead else values
-
-
 def _closed_entropy(distribution: Distribution, n_lead: int) -> Tensor | None:
     """Entropy, summed over the entries of a target, or ``None`` where torch has no closed form."""
     try:
         entropy = distribution.entropy()
     except NotImplementedError:
         return None
-    return _sum_extra(entropy, n_lead)
+    return entropy.flatten(n_lead).sum(-1) if entropy.dim() > n_lead else entropy

@@ -8,7 +8,7 @@ operations in place of ``O(d³)``. A head of 2048 features is fitted to 500 exam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class GramSum:
     def add_rows(self, rows: Tensor) -> None:
         """Add ``Σ x xᵀ`` over rows ``[G, n, d]``, which are copied where they are kept."""
         if rows.shape[1] >= self.size:
-            kernels.symmetric_update(self._lower(), rows)
+            kernels.symmetric_update(self.lower(), rows)
             return
         self._keep(rows)
         if self.n_rows >= self.size:
@@ -84,14 +84,10 @@ class GramSum:
         if rows.shape[1]:
             self._rows.append(rows.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format))
 
-    def add_products(self, add: Callable[[Tensor], None]) -> None:
-        """Let a function add to the lower triangles of the matrices ``[G, d, d]`` itself."""
-        add(self._lower())
-
     def add_(self, other: GramSum) -> None:
         """Add another sum in place."""
         if other._total is not None:
-            self._lower().add_(other._total)
+            self.lower().add_(other._total)
         for rows in other._rows:
             self.add_rows(rows)
 
@@ -134,7 +130,8 @@ class GramSum:
         result._is_symmetric, result._rows = self._is_symmetric, list(self._rows)  # rows are never written to
         return result
 
-    def _lower(self) -> Tensor:
+    def lower(self) -> Tensor:
+        """The matrices ``[G, d, d]``, to whose lower triangles may be added; the upper ones follow from them."""
         if self._total is None:
             self._total = torch.zeros(self.groups, self.size, self.size, dtype=self.dtype, device=self.device)
         self._is_symmetric = False
@@ -142,7 +139,7 @@ class GramSum:
 
     def _multiply(self) -> None:
         rows, self._rows = self._rows, []
-        total = self._lower()
+        total = self.lower()
         if rows:
             kernels.symmetric_update(total, rows[0] if len(rows) == 1 else torch.cat(rows, 1))
 

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature.linear_head import head_features, head_rows
-from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_outputs, doubt_logits, widen
+from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
-from laplace_plus.likelihoods.student_t import StudentTNoise
-from laplace_plus.network.batches import DataSums
-from laplace_plus.network.capture import Capture
-from laplace_plus.network.selection import Selection
+from laplace_plus.network.batches import Batch, DataSums
+from laplace_plus.network.capture import Capture, capture_batch
+from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.network import Network
+from laplace_plus.network.output_layer import output_layer_inputs
+from laplace_plus.network.selection import Selection, layer_of, tied_names, uses
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import MANY_LEVELS
@@ -162,7 +165,7 @@ class VariationalLastLayer(Posterior):
         features, targets = list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
             seen.add(batch, len(batch.target))
-            index, phi, y, outputs = head_rows(self.network, self.likelihood, batch)
+            index, phi, y, outputs = _head_rows(self.network, self.likelihood, batch)
             count += len(phi)
             doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
             if self.likelihood.is_gaussian:
@@ -308,7 +311,7 @@ class VariationalLastLayer(Posterior):
         if not shape.numel():
             raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         require_outputs(shape, self.n_outputs, x)
-        only, features = wants_variances(outputs, joint), head_features(self.network, capture)[1]
+        only, features = wants_variances(outputs, joint), _head_features(self.network, capture)[1]
         mean, pushed = (features @ q.mean.mT).view(shape).to(dtype), q.pushed(features)
         check_outputs(mean)
         if joint:
@@ -316,6 +319,34 @@ class VariationalLastLayer(Posterior):
             return FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
         variances = pick(pushed.square().sum(-1).mT.reshape(shape).to(dtype), outputs)
         return FunctionalPosterior(pick(mean, outputs), variances if only else torch.diag_embed(variances))
+
+
+def _head_features(network: Network, capture: Capture) -> tuple[Tensor, Tensor]:
+    """Where each weight is in the parameter vector, ``[C, D]``, and features ``[N, D]`` float64, the bias's one last.
+
+    UnsupportedError unless the selection is one linear layer whose outputs are the network's, with weights of its own.
+    """
+    found, names = output_layer_inputs(Gradients(network, capture)), set(network.parameter_names)
+    tied = {name for first, others in tied_names(network.model).items() for name in (first, *others)} & names
+    whole = {name for name in uses(network.model) if layer_of(name) == network.layers[0]} == names
+    if found is None or tied or not whole or found[0].index.numel() != network.n_parameters:
+        what = f"These parameters are {'tied to others' if tied else 'not those of one linear last layer'}."
+        expected = 'parameters="last_layer" of a network that ends with an nn.Linear of its own weights'
+        got, fix = ", ".join(sorted(tied or names)[:4]), 'Use lp.Full(model, likelihood, parameters="last_layer").'
+        raise UnsupportedError(what, expected=expected, got=f"{got} of {type(network.model).__name__}", fix=fix)
+    return found[0].index[0].to(found[1].device), found[1].double()
+
+
+def _head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, ...]:
+    """The index, features ``[n, D]``, targets and outputs ``[n, C]`` of a batch, without rows that are ignored."""
+    capture = capture_batch(network, batch)
+    outputs = capture.outputs.view(capture.output_shape)
+    likelihood.validate(outputs, batch.target)
+    index, features = _head_features(network, capture)
+    rows, targets, weights = likelihood.rows(outputs, batch.target)
+    targets = targets.double() if targets.is_floating_point() else targets
+    used = weights > 0
+    return index, features.detach()[used], targets[used], rows.detach().double()[used]
 
 
 def _weights(vector: Tensor, index: Tensor) -> Tensor:
