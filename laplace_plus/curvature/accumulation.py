@@ -146,21 +146,15 @@ class Accumulation(ABC):
     def add_squares(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
         shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
-
-        def zeros() -> DiagonalBlock:
-            return DiagonalBlock(torch.zeros(shape, dtype=dtype, device=gradients.device))
-
-        self.block(layout, DiagonalBlock, zeros)[0].add(gradients, components)
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=gradients.device)
+        self.block(layout, DiagonalBlock, lambda: DiagonalBlock(zeros()))[0].add(gradients, components)
 
     def add_outer_products(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""
         groups, rows, columns = layout.shape
-
-        def empty() -> DenseBlock:
-            gram = partial(GramSum, dtype=self.gradients.network.dtype, device=gradients.device)
-            return DenseBlock([gram(groups, rows * columns) for _ in range(self.n_components)], layout.shape)
-
-        self.block(layout, DenseBlock, empty)[0].add(gradients, components)
+        gram = partial(GramSum, dtype=self.gradients.network.dtype, device=gradients.device)
+        sums = [gram(groups, rows * columns) for _ in range(self.n_components)]
+        self.block(layout, DenseBlock, partial(DenseBlock, sums, layout.shape))[0].add(gradients, components)
 
 
 def _holds(block: Block) -> bool:
@@ -219,10 +213,14 @@ class KroneckerAccumulation(Accumulation):
             right: Any = torch.zeros(groups, columns, **options)
         else:  # groups that share their input (attention's projections) share its factor
             right = gram_sum(gradients.right_shape[0], columns, self.structure.factor_rank, **options)
-        make = partial(gram_sum, rank=None if is_last else self.structure.factor_rank, **options)
+        left: Any = []
+        if diagonal:
+            left = torch.zeros(k, 1, rows, **options)
+        else:
+            for _ in range(k):
+                left.append(gram_sum(groups, rows, None if is_last else self.structure.factor_rank, **options))
         nothing = torch.zeros((), dtype=torch.float64)
-        start: Any = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
-        block, is_new = self.block(layout, KroneckerBlock, partial(KroneckerBlock, start, right, nothing))
+        block, is_new = self.block(layout, KroneckerBlock, partial(KroneckerBlock, left, right, nothing))
         block.add(gradients, components, summed=self.structure.weight_sharing == "reduce")
         waits = self._tokens is not None and self._await(block, gradients, layout, self._tokens, is_new)
         if is_new and not waits:

@@ -209,10 +209,8 @@ def last_layer_curvature(
         right = gram_sum(1, layout.shape[2], structure.factor_rank, dtype=dtype, device=inputs.device)
         right.add_rows(inputs[None])
         count = torch.tensor(float(len(inputs)), dtype=torch.float64)
-        if layout.shape[1] > structure.dense_outputs:
-            block = KroneckerBlock(hessian.diagonal.sum(0)[None, None].to(dtype), right, count)
-        else:
-            block = KroneckerBlock(hessian.sum()[None, None].to(dtype), right, count)
+        left = hessian.diagonal.sum(0) if layout.shape[1] > structure.dense_outputs else hessian.sum()
+        block = KroneckerBlock(left[None, None].to(dtype), right, count)
     else:
         return None
     return Curvature([(layout, block)])

@@ -18,6 +18,7 @@ from laplace_plus.network.batches import Batch, DataSums, same_sum
 from laplace_plus.network.gradients import batch_gradients
 from laplace_plus.network.linearization import Linearization, linearize
 from laplace_plus.network.network import Network
+from laplace_plus.structured.chunks import slices
 
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""
@@ -93,7 +94,7 @@ class Stream:
 
     def chunks(self, total: int) -> Iterator[slice]:
         """Slices of so many vectors, of ``chunk_size``."""
-        return (slice(start, min(start + self.chunk_size, total)) for start in range(0, total, self.chunk_size))
+        return slices(total, 1, self.chunk_size)
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)
