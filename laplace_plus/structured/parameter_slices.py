@@ -51,6 +51,11 @@ class ParameterSlices:
         self._slices = _slices_of(index)
         self._index = None if self._slices else index
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the entries are reached by views."""
+        return self._index is None
+
     def gather(self, vector: Tensor) -> Tensor:
         """The array's entries of ``[…, P]`` vectors, ``[…, G, o, i]``, perhaps as a view; differentiable."""
         if self._index is not None:
