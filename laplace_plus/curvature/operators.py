@@ -279,7 +279,7 @@ class GGNOperator(_SandwichOperator):
         >>> data = [(torch.randn(5, 3), torch.randint(2, (5,)))]
         >>> ggn = GGNOperator(nn.Linear(3, 2), "classification", data)
         >>> ggn
-        GGNOperator(8 × 8, float32, symmetric, 5 data)
+        GGNOperator(8 × 8, float32, cpu, symmetric, 5 data)
         >>> ggn(torch.ones(4, 8)).shape
         torch.Size([4, 8])
     """
