@@ -36,6 +36,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import Gradients, whole_layout
+from laplace_plus.network.invariant import examined
 from laplace_plus.network.network import Network
 from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
 
@@ -97,8 +98,9 @@ class BackPack(ForeignBackend):
         with _extended(private), random, torch.enable_grad():
             self._run(private, task, loss, extension)
         found = {name: getattr(p, field, None) for name, p in private.named_parameters() if p.requires_grad}
+        unused = examined(network, task.capture).unused
         for name, value in found.items():
-            if value is None and name not in task.capture.unused:
+            if value is None and name not in unused:
                 got = type(private.get_submodule(name.rpartition(".")[0])).__name__
                 expected = "modules that BackPACK supports, called as modules"
                 raise self.refusal(f"cannot differentiate the module of {name!r}", expected, got)

@@ -19,6 +19,7 @@ class Full(GaussianPosterior):
     1 GiB, with which variances take ``C·N²/2`` operations for each input (``softmax_output.variances``).
 
     Example:
+        >>> import torch
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> posterior = lp.Full(torch.nn.Linear(1, 1), "regression").fit([(x, 2 * x)])
