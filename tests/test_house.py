@@ -98,25 +98,25 @@ def test_files_are_short():
 
 BUDGETS = {
     # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
-    "applications": 6824,
-    "cli": 109,
-    "curvature": 1772,
-    "distributed": 584,
-    "experiments": 966,
-    "geometry": 1585,
-    "integrations": 1706,
-    "io": 777,
-    "kernels": 1341,
-    "likelihoods": 1875,
-    "linalg": 5720,
-    "network": 3253,
-    "posteriors": 10761,
-    "predictive": 1086,
-    "structured": 3534,
-    "testing": 281,
-    "tuning": 3970,
+    "applications": 6185,
+    "cli": 108,
+    "curvature": 1674,
+    "distributed": 170,
+    "experiments": 944,
+    "geometry": 1544,
+    "integrations": 1591,
+    "kernels": 1266,
+    "likelihoods": 1782,
+    "linalg": 4303,
+    "network": 3256,
+    "persistence": 256,
+    "posteriors": 8458,
+    "predictive": 1013,
+    "structured": 3417,
+    "testing": 272,
+    "tuning": 3581,
 }
-REST = 1500
+REST = 1005
 """Lines of the files at the top: errors, checks, priors, metrics."""
 
 APART = ("cli", "experiments", "integrations")
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 47_400
-    assert sum(n for part, n in lines.items() if part not in APART) <= 44_600
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_300
-    assert size.raises_of(size.FILES) <= 770
-    assert len(size.public_names(lp.KFAC)) <= 83
+    assert sum(lines.values()) <= 40_825
+    assert sum(n for part, n in lines.items() if part not in APART) <= 38_182
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12436
+    assert size.raises_of(size.FILES) <= 425
+    assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 50_000
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 37_300
 
 
 def test_types_are_right():

@@ -84,7 +84,7 @@ class GaussianPosterior(Posterior):
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
         earlier = before or self.earlier
-        state, seen = self.added(data, earlier, **options)
+        state, seen = self._added(data, earlier, **options)
         if earlier is not None:
             state = earlier.plus(state)
         elif corrected:
@@ -95,7 +95,7 @@ class GaussianPosterior(Posterior):
         self._require_curvature(state.curvature)
         return state
 
-    def added(
+    def _added(
         self,
         data: Iterable[Any],
         earlier: GaussianState | None,

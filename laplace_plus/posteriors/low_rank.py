@@ -114,7 +114,7 @@ class LowRank(GaussianPosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def added(
+    def _added(
         self,
         data: Iterable[Any],
         earlier: GaussianState | None,
@@ -130,7 +130,7 @@ class LowRank(GaussianPosterior):
             fix = "Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC."
             raise UnsupportedError(what, expected="one noise level", got=f"{self.likelihood.n_noise}", fix=fix)
         options: dict[str, Any] = {"progress": progress, "generator": generator}
-        state, seen = super().added(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
+        state, seen = super()._added(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
         own = curvature_operator(self.backend, self.network, self.likelihood, data, **options) if seen else None
         with torch.no_grad():
             if reduce is None:

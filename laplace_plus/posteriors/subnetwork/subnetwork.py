@@ -77,7 +77,7 @@ class Subnetwork(GaussianPosterior):
         self.selector = selector if isinstance(selector, Selector) else Chosen(selector)
         cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
         of_structure = isinstance(cls, type) and issubclass(cls, GaussianPosterior) and not issubclass(cls, Subnetwork)
-        if not of_structure or cls.added is not GaussianPosterior.added:
+        if not of_structure or issubclass(cls, get_posterior("LowRank")):
             what, expected = "A subnetwork has a Gaussian posterior.", "lp.Full, lp.KFAC or lp.Diagonal"
             raise ConfigurationError(what, expected=expected, got=repr(cls))
         super().__init__(model, likelihood, **common)
