@@ -159,7 +159,7 @@ class Shadow:
 
     def _function(self, function: FunctionType) -> FunctionType:
         """A function whose closure, defaults or globals lead to the shadow; itself where none of them does."""
-        if id(function) in self.made or (function.__module__ or "torch.").startswith("torch."):
+        if id(function) in self.made or (function.__module__ or "").startswith("torch."):
             return self.made.get(id(function), function)
         self.made[id(function)] = function  # of a function that refers to itself
         used = _names(function.__code__) & function.__globals__.keys()
