@@ -110,7 +110,7 @@ BUDGETS = {
     "linalg": 4303,
     "network": 3256,
     "persistence": 256,
-    "posteriors": 8458,
+    "posteriors": 8451,
     "predictive": 1013,
     "structured": 3417,
     "testing": 272,
@@ -143,8 +143,8 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_825
-    assert sum(n for part, n in lines.items() if part not in APART) <= 38_182
+    assert sum(lines.values()) <= 40_818
+    assert sum(n for part, n in lines.items() if part not in APART) <= 38_175
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12436
     assert size.raises_of(size.FILES) <= 425
     assert len(size.public_names(lp.KFAC)) <= 45

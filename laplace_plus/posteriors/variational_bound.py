@@ -11,13 +11,6 @@ import torch
 from laplace_plus.tuning.base import TuningResult
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoundResult(TuningResult):
-    """What maximising the bound, its ``value``, found of a last layer: q."""
-
-    q: Any = None
-
-
 @dataclass(frozen=True)
 class VariationalBound:
     """Maximises the evidence lower bound of a variational posterior over its hyperparameters, from where they are.
