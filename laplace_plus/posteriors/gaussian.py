@@ -24,13 +24,11 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.likelihoods.base import doubt_logits
-from laplace_plus.network.batches import to_device
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, zero_curvature
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.predictive.deviations import moments
 from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
 from laplace_plus.predictive.outputs import Outputs, pick
 from laplace_plus.structured import Factor, KroneckerBlock
@@ -288,30 +286,11 @@ class GaussianPosterior(Posterior):
         return result
 
     @override
-    @full_precision
-    def functional_posterior(
-        self,
-        x: Any,
-        *,
-        joint: bool = False,
-        outputs: Outputs = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-        n_samples: int | None = None,
-    ) -> FunctionalPosterior:
-        """As of :class:`Posterior`; exact, or from ``n_samples`` draws."""
-        self.require_fit()
-        if n_samples is not None:
-            self._check_samples(n_samples, x)
-            if differentiable:
-                raise UnsupportedError("Samples pass no gradients to x.", expected="n_samples=None for an exact result")
-            with torch.no_grad():
-                return moments(*self._pushed(x, generator, n_samples), joint=joint, outputs=outputs)
+    def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
         if differentiable and self.tangent_mean is not None:
             # Third derivatives of torch's fused normalisations are wrong.
             what = "Predictions around the tangent model's optimum pass no gradients to x."
             raise UnsupportedError(what, expected='posterior.predictive_mean = "network"', got='"tangent"')
-        x = to_device(x, self.network.device)
         found = functional_posteriors(
             self.network,
             [self.factors()],

@@ -73,10 +73,11 @@ class Predicting(ABC):
         outputs: Outputs = None,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        n_samples: int | None = None,
     ) -> FunctionalPosterior:
-        """Mean and covariance of the linearised network's outputs.
+        """Mean and covariance of the linearised network's outputs: exact where the method knows them.
 
-        By default from 100 samples of the posterior, pushed through the network's tangent at its own weights.
+        Else they are from 100 samples of the posterior, pushed through the network's tangent at its own weights.
 
         Args:
             x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
@@ -84,21 +85,37 @@ class Predicting(ABC):
             outputs: None for all outputs, ``"diagonal"`` for variances only, ``"independent"`` for the variances of
                 independent outputs whose differences vary as nearly as can be likewise, or indices of some outputs.
             differentiable: Whether gradients flow to ``x``.
-            generator: Source of randomness, for methods that use any.
+            generator: Source of randomness, for samples.
+            n_samples: So many samples in any case; a method that holds samples takes these.
 
         Returns:
             Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            UnsupportedError: ``differentiable``, where this method only knows samples.
+            UnsupportedError: ``differentiable``, where there are only samples.
         """
         self.require_fit()
-        if differentiable:
-            what = f"{type(self).__name__} passes no gradients to x."
-            raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
-        with torch.no_grad():
-            return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
+        x, found = self.network.receive(x), None
+        with torch.set_grad_enabled(differentiable):
+            if n_samples is None:
+                found = self._exact(x, joint=joint, outputs=outputs, differentiable=differentiable)
+            else:
+                self._check_samples(n_samples, x)
+            if found is None and differentiable:
+                what = f"{type(self).__name__} passes no gradients to x here: samples have none."
+                raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
+            return found or self._estimated(x, n_samples, joint=joint, outputs=outputs, generator=generator)
+
+    def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
+        """The functional posterior in closed form, for a class that has one; None where samples have to tell."""
+        return None
+
+    def _estimated(
+        self, x: Any, n: int | None, *, joint: bool, outputs: Outputs, generator: torch.Generator | None
+    ) -> FunctionalPosterior:
+        """The functional posterior from n samples."""
+        return moments(*self._pushed(x, generator, n or MOST_SAMPLES), joint=joint, outputs=outputs)
 
     @full_precision
     def predictive(
@@ -173,16 +190,17 @@ class Predicting(ABC):
             if linear is not None:
                 return from_samples(likelihood, linear, generator=generator, joint=joint)
         needed = outputs_for(first, self.n_outputs) if many and not joint else None
-        options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable, "joint": joint}
-        known = signature_of(type(self).functional_posterior).parameters
-        if "generator" in known:  # a class may do without
-            options["generator"] = generator
-        may_estimate = needed and "n_samples" in known and method is None and not differentiable
-        if may_estimate and is_sampled(self.network, self.network.receive(x), variances=True):
-            own = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
-            options |= {"n_samples": n_samples or n_samples_for(self.n_parameters), "generator": own}
+        estimated = needed and method is None and not differentiable
+        estimated = estimated and is_sampled(self.network, self.network.receive(x), variances=True)
+        if estimated:
+            source = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
+            n = n_samples or n_samples_for(self.n_parameters)
         with torch.set_grad_enabled(differentiable):
-            found = self.functional_posterior(x, **options)
+            options: dict[str, Any] = {"outputs": needed, "joint": joint}
+            if estimated:
+                found = self.functional_posterior(x, n_samples=n, generator=source, **options)
+            else:
+                found = self.functional_posterior(x, differentiable=differentiable, generator=generator, **options)
             made = from_functional(likelihood, *found, link=first, n_samples=count, generator=generator, joint=joint)
             if isinstance(found, EstimatedPosterior):
                 made = replace(made, without_each=found.without_each)

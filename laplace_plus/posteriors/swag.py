@@ -264,30 +264,17 @@ class SWAG(Posterior):
         return torch.diag(self._variance()) + deviations.mT @ deviations
 
     @override
-    @full_precision
-    def functional_posterior(
-        self,
-        x: Any,
-        *,
-        joint: bool = False,
-        outputs: Outputs = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> FunctionalPosterior:
-        """As of :class:`Posterior`; exact, but from samples for ``outputs="independent"``."""
+    def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
         if differentiable or outputs == "independent":
-            options: Any = {"joint": joint, "outputs": outputs, "generator": generator}
-            return super().functional_posterior(x, differentiable=differentiable, **options)
-        self.require_fit()
-        network, layout, x = self.network, whole_layout(self.network), self.network.receive(x)
+            return None
+        network, layout = self.network, whole_layout(self.network)
         factor = EigenFactor(IdentityBasis(), self._variance().reciprocal()[None, None])
         known: Any = {"joint": joint, "outputs": outputs}
-        with torch.no_grad():
-            own = functional_posteriors(
-                network, [{layout.key: factor}], x, expected_outputs=self.n_outputs, layouts=[layout], **known
-            )[0]
-            rows = self._deviations()
-            rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
-            mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs)
-            low = moments(mean + self._mean_shift(x), moved * len(rows) ** 0.5, **known)
+        own = functional_posteriors(
+            network, [{layout.key: factor}], x, expected_outputs=self.n_outputs, layouts=[layout], **known
+        )[0]
+        rows = self._deviations()
+        rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
+        mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs)
+        low = moments(mean + self._mean_shift(x), moved * len(rows) ** 0.5, **known)
         return FunctionalPosterior(low.mean.to(own.mean), own.covariance + low.covariance.to(own.covariance))

@@ -195,24 +195,8 @@ class SpatialField(GaussianPosterior):
     # -- predictions ---------------------------------------------------------------------------------------------------
 
     @override
-    @full_precision
-    def functional_posterior(
-        self,
-        x: Any,
-        *,
-        joint: bool = False,
-        outputs: Outputs = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-        n_samples: int | None = None,
-    ) -> FunctionalPosterior:
-        """As of :class:`Posterior`, exact; with ``n_samples`` as of :class:`GaussianPosterior`."""
-        if n_samples is not None:
-            options: Any = {"differentiable": differentiable, "generator": generator, "n_samples": n_samples}
-            return super().functional_posterior(x, joint=joint, outputs=outputs, **options)
-        self.require_fit()
+    def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
         wants_variances(outputs, joint)  # refuses other texts
-        x = self.network.receive(x)
         size = batch_size(x)
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
         check_outputs(mean)

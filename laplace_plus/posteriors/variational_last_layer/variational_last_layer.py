@@ -290,22 +290,10 @@ class VariationalLastLayer(Posterior):
         return result
 
     @override
-    @full_precision
-    def functional_posterior(
-        self,
-        x: Any,
-        *,
-        joint: bool = False,
-        outputs: Outputs = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> FunctionalPosterior:
-        """As of :class:`Posterior`; exact, with independent outputs."""
-        q = self.q
+    def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
         if self.network.function is not None:  # of which the last layer is only a part
-            own = {"joint": joint, "differentiable": differentiable}
-            return super().functional_posterior(x, outputs=outputs, generator=generator, **own)
-        x = self.network.receive(x)
+            return None
+        q = self.q
         capture = Capture(self.network, x, differentiable=differentiable)
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
         if not shape.numel():
