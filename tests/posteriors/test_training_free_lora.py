@@ -16,9 +16,7 @@ from laplace_plus.errors import (
     ConvergenceWarning,
     ModelChangedError,
     SelectionError,
-    UnsupportedError,
 )
-from laplace_plus.posteriors.training_free_lora.training_free_lora import TokenNoise
 from laplace_plus.testing import PosteriorConformance
 
 peft = pytest.importorskip("peft", reason="adapters are those of peft")
@@ -207,32 +205,6 @@ class TestSelection:
         assert set(lp.Diagonal(model, "classification", parameters="lora").parameter_names) == names
 
 
-@pytest.mark.parametrize("precision", [1.0, 30.0])
-def test_the_scale_of_the_bound_is_that_of_the_closed_form(precision):
-    """``E log p`` falls by ``½ r s²σ²‖x‖²/ν²`` for each anchor, and KL is that of independent Gaussians."""
-    model, n, noise = linear(inputs=3, outputs=4), 200, 0.8
-    x = torch.tensor([[0.4, -0.8, 0.3], [1.0, 0.2, -0.5]], dtype=torch.float64)
-    posterior = lp.TrainingFreeLoRA(
-        model, lp.Gaussian(noise_std=noise), score="elbo", n_samples=n, halvings=6, prior_precision=precision
-    )
-    posterior.fit([(x, torch.zeros(2, 4).double())], generator=torch.Generator().manual_seed(0))
-    lora = layer_of(model)
-    d = torch.linalg.svdvals(lora.lora_B["default"].weight.detach())
-    data = 2 * 9 * float(x.square().sum()) / noise**2  # r s² Σ ‖x‖²/ν²
-    prior = 3 * precision * float(d.pow(-2).sum())
-    expected = math.sqrt(2 * 3 / (data + prior))  # r d_in
-    error = data / (data + prior) * math.sqrt(2 / (2 * 2 * n)) / 2 * expected  # of the mean of 2 n squares, or more
-    assert abs(posterior.noise_scale - expected) < 5 * error + expected * 2**-6
-    a, scale = lora.lora_A["default"].weight.detach(), posterior.noise_scale / d[:, None].expand(2, 3)
-    mean = torch.linalg.svd(lora.lora_B["default"].weight.detach(), full_matrices=False)[2] @ a
-    prior = torch.distributions.Normal(0.0, torch.tensor(precision, dtype=torch.float64).rsqrt())
-    divergence = torch.distributions.kl_divergence(torch.distributions.Normal(mean, scale), prior).sum()
-    bound = 2 * math.log(2 * math.pi * noise**2) + data * posterior.noise_scale**2 / 4 + float(divergence) / 2
-    least = min(score for _, score, _ in posterior.report.steps)
-    assert least == pytest.approx(bound, abs=5 * data * posterior.noise_scale**2 / 4 * math.sqrt(1 / (2 * n)))
-    assert [s for s, score, _ in posterior.report.steps if score == least] == [posterior.noise_scale]
-
-
 class TestLeastLoss:
     """Without a tolerance, the scale is that with the least NLL of given labels."""
 
@@ -272,50 +244,7 @@ class TestLeastLoss:
             lp.TrainingFreeLoRA(linear(), "classification", tolerance=None, score=score, labels=labels)
 
 
-def sequences(model):
-    """An adapter's layer that maps tokens ``[B, T, 4]`` to outputs ``[B, T, 5]``, and data."""
-    x = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.3, 1.0, -1.0, 0.2]], dtype=torch.float64).expand(200, 2, 4)
-    return x, [(x[:3], torch.zeros(3, 2, 5).double())]
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_tokens_have_the_same_variance_and_no_covariance_where_each_has_its_own_noise(per_token, tmp_path):
-    model, n = linear(), 300
-    x, data = sequences(model)
-    posterior = lp.TrainingFreeLoRA(model, lp.Gaussian(), per_token=per_token, n_samples=2, halvings=1).fit(data)
-    posterior.noise_scale = 0.2
-    posterior.save(tmp_path / "saved")
-    draw = lambda p: torch.stack(list(p.sampled_outputs(x, n, torch.Generator().manual_seed(0))))  # noqa: E731
-    outputs = draw(posterior)
-    assert torch.equal(outputs, draw(lp.load(tmp_path / "saved", model)))
-    moved = (outputs - model(x).detach()).flatten(0, 1)  # [n · 200, T, 5]
-    u = torch.linalg.svd(layer_of(model).lora_B["default"].weight.detach(), full_matrices=False)[0]
-    products = x[0] @ x[0].mT if not per_token else (x[0] @ x[0].mT).diagonal().diag()
-    expected = torch.einsum("st,op->sotp", 0.36 * products, u @ u.mT)  # (s σ)²
-    found = torch.einsum("nso,ntp->sotp", moved, moved) / len(moved)
-    variances = torch.einsum("soso->so", torch.einsum("st,op->sotp", 0.36 * x[0] @ x[0].mT, u @ u.mT))
-    error = (2 * variances[:, :, None, None] * variances / n).sqrt()  # of n independent E, whatever the signs
-    assert ((found - expected).abs() < 4.5 * error).all()
-    assert float(found[0, :, 1].abs().max() / variances.max()) < 0.02 or not per_token
-
-
-def test_noise_of_each_token_has_the_covariance_of_random_signs():
-    generator = torch.Generator().manual_seed(0)
-    m, e, a = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((2, 3), (3, 4), (2, 4)))
-    x, n = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64), 50_000
-    with TokenNoise({id(a): (m, e)}, generator) as noise:
-        found = torch.nn.functional.linear(x.expand(n, 4), a) - a @ x
-    assert noise.used == 1
-    expected = m @ (e.square() @ x.square()).diag() @ m.mT
-    variances = expected.diagonal()
-    error = ((variances[:, None] * variances + expected.square()) / n).sqrt()
-    assert ((found.mT @ found / n - expected).abs() < 4.5 * error).all()
-    assert (found.mean(0).abs() < 4.5 * (variances / n).sqrt()).all()
-
-
-def test_only_linear_layers_have_noise_for_each_token():
+def test_convolutions_have_noise_too():
     model = adapted(nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten()), "0")
     data = [(torch.randn(4, 2, 3).double(), torch.zeros(4).long())]
     assert lp.TrainingFreeLoRA(model, "classification", halvings=1).fit(data).noise_scale > 0
-    with pytest.raises(UnsupportedError, match="linear layers"):
-        lp.TrainingFreeLoRA(model, "classification", per_token=True).fit(data)
