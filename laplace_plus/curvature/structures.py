@@ -6,7 +6,7 @@ import math
 from abc import ABC
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -28,9 +28,11 @@ class Structure(ABC):
 
     Attributes:
         name: The structure's name, in errors and in :attr:`Backend.supported`.
+        adds_up: Whether a backend adds it up batch by batch, over any entries; else its posterior fits in its own way.
     """
 
     name: str
+    adds_up: ClassVar[bool] = True
 
     def layouts(self, network: Network, layers: Sequence[Layout]) -> Sequence[Layout]:
         """The blocks, which together cover every selected entry once; by default one for each layer.
@@ -96,6 +98,7 @@ class LowRankStructure(Structure):
     """Leading eigenpairs of the whole matrix, from products with it; see :meth:`Backend.operator`."""
 
     name: str = field(default="low-rank", init=False)
+    adds_up: ClassVar[bool] = False
 
 
 @dataclass

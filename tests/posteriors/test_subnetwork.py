@@ -15,7 +15,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector
+from laplace_plus.posteriors.subnetwork.selectors import Choice, Selector
 from laplace_plus.testing import GaussianConformance, assert_untouched, snapshot
 
 
@@ -192,49 +192,32 @@ def test_tuned_layer_by_layer_and_loaded(problem, tmp_path):
         loaded.squared_wasserstein()
 
 
-def test_a_second_fit_chooses_under_the_precisions_of_the_layers(problem):
+def test_a_second_fit_asks_for_a_prior_of_one_number(problem):
     net, data = problem
-    precision = torch.tensor([0.01, 50.0], dtype=torch.float64)
     posterior = lp.Subnetwork(net, "classification", lp.LargestVariance(40)).fit(data)
-    assert posterior.layer_names == ("0", "2")
-    posterior.prior_precision = precision
-    posterior.fit(data)
-    variances = lp.Diagonal(net, "classification", prior_precision=precision).fit(data).variance()
-    torch.testing.assert_close(posterior.squared_wasserstein(), variances.sort().values[:-40].sum())
-    assert posterior.prior_precision.tolist() == [0.01, 50.0]
-    posterior.selector = lp.LargestVariance(20)
-    posterior.fit(data)
-    assert posterior.layer_names == ("0",)  # the other layer is all but fixed
-    assert posterior.prior_precision == 0.01
+    before, posterior.prior_precision = posterior.mean, torch.tensor([2.0, 3.0], dtype=torch.float64)
+    with pytest.raises(ConfigurationError, match="one number"):
+        posterior.fit(data)
+    assert torch.equal(posterior.mean, before) and posterior.prior_precision.tolist() == [2.0, 3.0]
+    posterior.selector, posterior.prior_precision = lp.LargestVariance(20), 2.0
+    assert posterior.fit(data).n_parameters == 20
 
 
-def test_precisions_stay_with_their_layers(problem):
-    torch.manual_seed(0)
-    _, data = problem
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    posterior = lp.Subnetwork(net, "classification", ["0", "2"]).fit(data)
-    posterior.prior_precision = torch.tensor([2.0, 3.0], dtype=torch.float64)
-    assert posterior.fit(data).prior_precision.tolist() == [2.0, 3.0]
-    before = posterior.mean
-    for selector in (["2", "4"], lp.LargestVariance(1.0)):  # numbers for as many layers are not those of others
-        posterior.selector = selector if isinstance(selector, Selector) else Chosen(selector)
-        with pytest.raises(ConfigurationError, match="none of them for 4"):
-            posterior.fit(data)
-        assert posterior.layer_names == ("0", "2") and torch.equal(posterior.mean, before)
-        assert posterior.prior_precision.tolist() == [2.0, 3.0]
-    posterior.selector = lp.LargestVariance(1.0, lp.DiagonalSWAG(n_snapshots=2))
-    with pytest.raises(ConfigurationError, match="none of them for 4"):
-        posterior.fit(data)
-    posterior.selector = lp.LargestVariance(1.0)
-    posterior.prior_precision = 2.0
-    assert posterior.fit(data).n_parameters == sum(p.numel() for p in net.parameters())
-    posterior.prior_precision = torch.full((posterior.n_parameters,), 2.0)
-    with pytest.raises(ConfigurationError, match="one number before"):
-        posterior.fit(data)
+def test_selectors_as_configurations_have_them(problem):
+    net, data = problem
+    swag = {"name": "LargestVariance", "size": 5, "variances": {"n_snapshots": 3}}
+    for given, expected in (
+        ({"name": "Random", "size": 5, "seed": 0}, lp.Random(5, seed=0)),
+        (swag, lp.LargestVariance(5, lp.DiagonalSWAG(n_snapshots=3))),
+    ):
+        posterior = lp.Subnetwork(net, "classification", given).fit(data)
+        assert posterior.selector == expected and posterior.n_parameters == 5
 
 
 BAD = {
     "class": (ConfigurationError, "Gaussian posterior", lp.Random(3), {"posterior": lp.Posterior}),
+    "structure": (ConfigurationError, "Gaussian posterior", lp.Random(3), {"posterior": lp.LowRank}),
+    "selector": (ConfigurationError, "Unknown selector", {"name": "Largest", "size": 3}, {}),
     "prior": (ConfigurationError, "one number", lp.Random(3), {"prior_precision": torch.ones(2)}),
     "too many": (SelectionError, "larger than", lp.Random(10_000), {}),
     "none": (SelectionError, "None of the named", "0", {"parameters": "2.*"}),

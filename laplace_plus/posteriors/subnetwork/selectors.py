@@ -8,7 +8,7 @@ entries of largest variance (Daxberger et al., 2021, *Bayesian deep learning via
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,9 +64,6 @@ class Selector(ABC):
     needs_data: ClassVar[bool] = False
     """Whether it passes over the data."""
 
-    needs_prior: ClassVar[bool] = True
-    """Whether its choice depends on the candidates' prior precision."""
-
     @abstractmethod
     def choose(self, task: Task) -> Choice:
         """The mask of the chosen entries; SelectionError: there are not so many candidates, or none would be chosen."""
@@ -77,7 +74,6 @@ class _Sized(Selector):
     """One that chooses so many entries (int), or this fraction of them (float)."""
 
     size: int | float
-    needs_prior = False
 
     def __post_init__(self) -> None:
         if isinstance(self.size, float):
@@ -124,13 +120,10 @@ class LargestVariance(_Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.variances, DiagonalSWAG):
+        if isinstance(self.variances, Mapping):  # as a configuration has it
+            object.__setattr__(self, "variances", DiagonalSWAG(**self.variances))
+        elif not isinstance(self.variances, DiagonalSWAG):
             checks.choice("source of variances", self.variances, ("laplace",))
-
-    @property
-    @override
-    def needs_prior(self) -> bool:  # type: ignore[override]
-        return self.variances == "laplace"
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -193,7 +186,6 @@ class Chosen(Selector):
     """Entries that the caller names, as for ``parameters=``; those that are not among the candidates are left out."""
 
     selection: Selection = "all"
-    needs_prior = False
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -209,6 +201,6 @@ class Chosen(Selector):
         return Choice(mask)
 
 
-def storable(selector: Selector) -> Selector:
-    """The selector where it can be stored, or else the entries that it chose, which a loaded posterior knows."""
-    return selector if isinstance(selector, LargestVariance | LargestMagnitude | Random) else Chosen()
+SELECTORS: Mapping[str, type[Selector]] = {
+    cls.__name__: cls for cls in (LargestVariance, LargestMagnitude, Random, Chosen)
+}

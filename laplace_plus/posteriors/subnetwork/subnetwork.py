@@ -13,10 +13,20 @@ from typing_extensions import override
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network.capture import capture_batch
 from laplace_plus.network.selection import Selection, refine
+from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.state import GaussianState
-from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, storable
+from laplace_plus.posteriors.subnetwork.selectors import (
+    SELECTORS,
+    Choice,
+    Chosen,
+    LargestMagnitude,
+    LargestVariance,
+    Random,
+    Selector,
+    Task,
+)
 from laplace_plus.posteriors.training_data import require_restartable
 
 
@@ -32,23 +42,23 @@ class Subnetwork(GaussianPosterior):
     entries alone; their number S decides the cost: with ``lp.Full``, S² numbers, or S times the rows of data where
     those are fewer, and for predictions the gradients of each input's outputs in the layers that hold chosen entries.
 
-    A posterior that is fitted again chooses anew, a loaded one among the entries that it has. A layer-wise prior
-    precision stays with its layers; :meth:`fit` raises :class:`ConfigurationError` where it, or any other that is not
-    one number, does not cover all chosen entries.
+    A posterior that is fitted again chooses anew, under a prior precision of one number; a loaded one among the entries
+    that it has.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
         selector: :class:`LargestVariance`, :class:`LargestMagnitude`, :class:`Random` or another
-            ``Selector``; or names, globs, a predicate or a mask of entries.
+            ``Selector``; or names, globs, a predicate or a mask of entries; or a selector as configurations have it,
+            ``{"name": "Random", "size": 100}``.
         posterior: Class of the posterior over the chosen entries: ``lp.Full``, ``lp.KFAC`` or ``lp.Diagonal``, or the
             name of one. ``lp.KFAC`` keeps Kronecker products for layers that were chosen whole, and an exact dense or
             diagonal block for the chosen entries of the others.
         posterior_options: That class's own keyword arguments.
         **common: As for :class:`Posterior`: ``parameters`` are the candidates, ``prior_mean`` is one number, and so is
-            ``prior_precision`` until the entries are chosen.
+            ``prior_precision`` whenever entries are chosen.
 
     Raises:
-        ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries.
+        ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries, by :meth:`fit`, too.
         SelectionError: By :meth:`fit`, a subnetwork larger than the candidates, or empty.
 
     Example:
@@ -72,25 +82,33 @@ class Subnetwork(GaussianPosterior):
         posterior_options: dict[str, Any] | None = None,
         **common: Any,
     ):
-        if isinstance(selector, dict) and isinstance(selector.get("name"), str):  # as version 0.2.0 saved it
-            selector = Chosen()
+        if isinstance(selector, dict) and isinstance(selector.get("name"), str):  # of a configuration, not a mask
+            selector = resolve_option("selector", selector, SELECTORS)
         self.selector = selector if isinstance(selector, Selector) else Chosen(selector)
         cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
-        of_structure = isinstance(cls, type) and issubclass(cls, GaussianPosterior) and not issubclass(cls, Subnetwork)
-        if not of_structure or issubclass(cls, get_posterior("LowRank")):
+        is_gaussian = isinstance(cls, type) and issubclass(cls, GaussianPosterior) and not issubclass(cls, Subnetwork)
+        inner = cls(model, likelihood, **(posterior_options or {}), **common) if is_gaussian else None
+        if inner is None or not inner.structure.adds_up:
             what, expected = "A subnetwork has a Gaussian posterior.", "lp.Full, lp.KFAC or lp.Diagonal"
             raise ConfigurationError(what, expected=expected, got=repr(cls))
         super().__init__(model, likelihood, **common)
+        self._require_one_number()
+        self.structure = inner.structure
+        self._candidates, self._choice = self.network, None
+        self.options = {"posterior": name_of(cls), "posterior_options": inner.options, "selector": self._storable()}
+
+    def _require_one_number(self) -> None:
+        """Raise :class:`ConfigurationError` for a prior of several, which may be of other entries than are chosen."""
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             what, expected = "A subnetwork is chosen under a prior of one number.", "one prior_precision and prior_mean"
             got = f"{self._prior_precision.numel()} and {self._prior_mean.numel()} numbers"
             fix = "Set posterior.prior_precision after fit(), or tune it with structure='layerwise'."
             raise ConfigurationError(what, expected=expected, got=got, fix=fix)
-        inner = cls(model, likelihood, **(posterior_options or {}), **common)
-        self.structure = inner.structure
-        self._candidates, self._choice = self.network, None
-        self.options = {"posterior": name_of(cls), "posterior_options": inner.options}
-        self.options["selector"] = storable(self.selector)
+
+    def _storable(self) -> Selector:
+        """The selector where it can be stored, or else the entries that it chose, which a loaded posterior knows."""
+        known = isinstance(self.selector, LargestVariance | LargestMagnitude | Random)
+        return self.selector if known else Chosen()
 
     def squared_wasserstein(self, variances: Tensor | None = None) -> Tensor:
         """The squared 2-Wasserstein distance to the posterior over all candidates, lost by fixing the other entries.
@@ -131,12 +149,10 @@ class Subnetwork(GaussianPosterior):
     ) -> GaussianState:
         options: Any = {"progress": progress, "generator": generator, "reduce": reduce}
         if before is None:
+            self._require_one_number()
             self._choice = self._choose(data, **options)
-            self.options = {**self.options, "selector": storable(self.selector)}
-            network = self._candidates.selecting(refine(self._candidates.selected, self._choice.mask))
-            if self._is_layerwise():
-                self._prior_precision = self._precision_of(network.layers)
-            self.network = network
+            self.options = {**self.options, "selector": self._storable()}
+            self.network = self._candidates.selecting(refine(self._candidates.selected, self._choice.mask))
         return super().fit_batches(data, before=before, **options)
 
     def _choose(
@@ -148,24 +164,8 @@ class Subnetwork(GaussianPosterior):
             require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
         if candidates.is_last_layer:
             capture_batch(network, next(self.batches(data)))  # execution order tells the last layer
-        if self._prior_precision.numel() > 1 and self.selector.needs_prior:
-            candidates._prior_precision = self._precision_of(network.layers)
         choice = self.selector.choose(Task(candidates, data, progress, generator, reduce))
         if reduce is not None:  # some selectors draw
             choice = Choice(reduce(choice.mask, lambda mine, theirs: mine), choice.variances)
         self._candidates = network
         return choice
-
-    def _is_layerwise(self) -> bool:
-        return self._prior_groups is None and 1 < self._prior_precision.numel() == len(self.layer_names)
-
-    def _precision_of(self, layers: tuple[str, ...]) -> Tensor:
-        """The present layer-wise prior precision for entries of other layers, or of the same in another order."""
-        known = {name: number for number, name in enumerate(self.layer_names if self._is_layerwise() else ())}
-        if unknown := [name for name in layers if name not in known]:
-            what = "The prior precision does not cover all entries that are, or may be, chosen."
-            expected = f"one number, or one for each of the layers {', '.join(layers)}"
-            got = f"{self._prior_precision.numel()} numbers, none of them for {', '.join(unknown)}"
-            fix = "Set posterior.prior_precision to one number before fitting again."
-            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
-        return self._prior_precision[[known[name] for name in layers]]
