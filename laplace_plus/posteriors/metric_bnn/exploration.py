@@ -21,9 +21,6 @@ from laplace_plus.likelihoods.sampling import stage_generator
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.persistence import stored
 
-Objective = Literal["posterior", "likelihood"]
-Reduction = Literal["mean", "sum"]
-
 _MANY = 10_000
 """With more examples, minibatches are the default: a gradient of all would take most of the time of an exploration."""
 
@@ -48,25 +45,14 @@ class Walk:
     n_refinements: int = 10
     learning_rate: float | Literal["auto"] = 1e-3
     minibatch: int | Literal["auto"] | None = "auto"
-    reduction: Reduction = "mean"
-    objective: Objective = "posterior"
-    store_every: int = 1
 
     def __post_init__(self) -> None:
         checks.count("n_particles", self.n_particles)
         checks.count("n_steps", self.n_steps)
-        checks.count("store_every", self.store_every)
         checks.count("minibatch", 1 if self.minibatch in ("auto", None) else self.minibatch)
         checks.count("n_refinements", self.n_refinements, 0)
         checks.positive("step_size", self.step_size)
         checks.positive("learning_rate", 1 if self.learning_rate in ("auto", 0) else self.learning_rate)
-        checks.choice("reduction", self.reduction, ("mean", "sum"))
-        checks.choice("objective", self.objective, ("posterior", "likelihood"))
-
-    @property
-    def n_stored(self) -> int:
-        """Points of each trajectory that are stored."""
-        return self.n_steps // self.store_every
 
     def examples(self, n_data: int) -> int | None:
         """Examples in each gradient; None for all."""
@@ -90,7 +76,6 @@ class ExplorationReport:
             for fewer than two refinements.
         worst: The particle with this ratio.
         slowest: The smallest rate of a particle; η where none was slowed down.
-        way: Which method computed the gradients; see :mod:`laplace_plus.geometry.gradients`.
     """
 
     learning_rate: float
@@ -99,7 +84,6 @@ class ExplorationReport:
     growth: float | None
     worst: int
     slowest: float
-    way: str
 
     @property
     def stability(self) -> float:
@@ -108,7 +92,7 @@ class ExplorationReport:
 
 
 class Explored(NamedTuple):
-    """The points of an exploration."""
+    """Deviations from the trained weights after each step, ``[N, T, P]``, and how it went."""
 
     deviations: Tensor
     report: ExplorationReport
@@ -124,26 +108,40 @@ def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
 def explore(
     landscape: LossLandscape, directions: Tensor, walk: Walk, *, seed: int = 0, progress: bool = False
 ) -> Explored:
-    """Let particles drift from the landscape's ``vector``.
+    """Let particles drift from the landscape's ``vector``, on its loss divided by the number of examples.
 
-    Takes ``T M`` gradients at N points, and memory for ``N S`` parameter vectors.
+    Takes ``T M`` gradients at N points, and memory for ``N T`` parameter vectors.
     """
-    start, every = landscape.vector, walk.store_every
-    refinement = _Refinement(landscape, walk, seed)
+    start, refinement = landscape.vector, _Refinement(landscape, walk, seed)
     curvature, slope = refinement.measure()
     landscape.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
-    rate = slowest = refinement.learning_rate(curvature)
+    rate = slowest = _learning_rate(walk, curvature)
     position, rates = torch.zeros_like(directions), start.new_full((len(directions),), rate)
-    deviations = start.new_empty(len(directions), walk.n_stored, len(start))
+    deviations = start.new_empty(len(directions), walk.n_steps, len(start))
     growth = torch.full((len(directions),), float("nan"), dtype=torch.float64)
     for step in progress_bar(range(walk.n_steps), enabled=progress, description="MetricBNN: exploration"):
         position, rates, ratio = refinement.refine(position + walk.step_size * directions, rates, rate, step)
         growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
-        if (step + 1) % every == 0:
-            deviations[:, step // every] = position
+        deviations[:, step] = position
     largest, worst = growth.nan_to_num(nan=-1.0).max(0)
     most = float(largest) if largest >= 0 else None
-    return Explored(deviations, ExplorationReport(rate, curvature, slope, most, int(worst), slowest, landscape.way))
+    return Explored(deviations, ExplorationReport(rate, curvature, slope, most, int(worst), slowest))
+
+
+def _learning_rate(walk: Walk, curvature: float) -> float:
+    """η for the largest curvature; ConfigurationError where the refinement would diverge."""
+    if walk.learning_rate == "auto":
+        return 1 / curvature if curvature > 0 else 0.0
+    rate = float(walk.learning_rate)
+    if walk.n_refinements and rate * curvature >= 2:  # noqa: PLR2004
+        raise ConfigurationError(
+            "The refinement would diverge: its learning rate times the loss's largest curvature, which was "
+            f"measured at the trained weights, is {rate * curvature:.3g}.",
+            expected=f"learning_rate < 2/λ_max = {2 / curvature:.3g}",
+            got=f"{rate:.3g}",
+            fix=f'Use learning_rate={1 / curvature:.1g} or "auto". Little observation noise needs a small one.',
+        )
+    return rate
 
 
 class _Refinement:
@@ -152,30 +150,13 @@ class _Refinement:
     def __init__(self, landscape: LossLandscape, walk: Walk, seed: int):
         self._landscape, self._walk, self._seed = landscape, walk, seed
         self._examples = walk.examples(landscape.n_data)
-        self._weight = 1 / landscape.n_data if walk.reduction == "mean" else 1.0
         self._slows_down = walk.learning_rate == "auto" and self._examples is None
 
     def measure(self) -> tuple[float, float]:
-        """``λ_max`` and ``‖∇L‖`` of the refined loss at the trained weights."""
+        """``λ_max`` and ``‖∇L‖`` at the trained weights."""
         surface, start = self._surfaces(-1, 1)[0], self._landscape.vector
-        curvature = surface.largest_curvature(start, prior=self._walk.objective == "posterior") * self._weight
-        return curvature, float(kernels.vector_norm(self._gradient(surface, start[None]))[0])
-
-    def learning_rate(self, curvature: float) -> float:
-        """η for the largest curvature."""
-        if self._walk.learning_rate == "auto":
-            return 1 / curvature if curvature > 0 else 0.0
-        rate = float(self._walk.learning_rate)
-        if self._walk.n_refinements and rate * curvature >= 2:  # noqa: PLR2004
-            raise ConfigurationError(
-                "The refinement would diverge: its learning rate times the loss's largest curvature, which was "
-                f"measured at the trained weights, is {rate * curvature:.3g}.",
-                expected=f"learning_rate < 2/λ_max = {2 / curvature:.3g}",
-                got=f"{rate:.3g}",
-                fix=f'Use learning_rate={1 / curvature:.1g} or "auto". A loss summed over the data needs a rate that '
-                "is smaller by their number; little observation noise also needs a smaller one.",
-            )
-        return rate
+        slope = kernels.vector_norm(self._gradient(surface, start[None]))[0]
+        return surface.largest_curvature(start) * (1 / self._landscape.n_data), float(slope)
 
     def refine(self, position: Tensor, rates: Tensor, rate: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """M gradient steps from ``[N, P]``: deviations, rates, and ratios of last to first gradient norms ``[N]``."""
@@ -205,10 +186,7 @@ class _Refinement:
         return position, rates, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()
 
     def _gradient(self, surface: LossLandscape, points: Tensor) -> Tensor:
-        gradient = surface.gradient(points)
-        if self._walk.objective == "likelihood":
-            gradient = gradient - surface.prior_gradient(points)
-        return gradient * self._weight
+        return surface.gradient(points) * (1 / self._landscape.n_data)
 
     def _surfaces(self, step: int, count: int) -> list[LossLandscape]:
         """The loss of each of a step's gradients: all data, or minibatches."""

@@ -1,9 +1,8 @@
 """MetricBNN: particles explore around the trained weights, and an autoencoder learns to generate such points.
 
-After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and ``latents`` for the
-autoencoder. With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})``
-of the trained weights and of the end of trajectory j, a sample is ``θ = ψ(z_0 + ε (z_j − z_0))`` for a random j and ε
-uniform in (0, 1).
+After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and ``latents`` for the autoencoder.
+With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})`` of the trained weights and of the end of trajectory j, a sample is
+``θ = ψ(z_0 + ε (z_j − z_0))`` for a random j and ε uniform in (0, 1).
 """
 
 from __future__ import annotations
@@ -27,16 +26,8 @@ from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.gradients import loss_gradient
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.metric_bnn.exploration import (
-    ExplorationReport,
-    Explored,
-    Objective,
-    Reduction,
-    Walk,
-    draw_directions,
-    explore,
-)
-from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, Training
+from laplace_plus.posteriors.metric_bnn.exploration import ExplorationReport, Explored, Walk, draw_directions, explore
+from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, train
 from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
@@ -58,7 +49,7 @@ _EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
 @stored
 @dataclass(frozen=True)
 class Exploration(State):
-    """What a fit found: the particles' stored points as deviations from the mean ``[N, S, P]``, and the autoencoder."""
+    """What a fit found: the particles' points as deviations from the mean ``[N, T, P]``, and the autoencoder."""
 
     deviations: Tensor
     report: ExplorationReport
@@ -67,7 +58,7 @@ class Exploration(State):
 
     @property
     def points(self) -> Tensor:
-        """All deviations, ``[N S, P]``."""
+        """All deviations, ``[N T, P]``."""
         return self.deviations.flatten(0, 1)
 
 
@@ -84,10 +75,10 @@ class MetricBNN(Posterior):
     trajectories only. :meth:`fit_extent` shortens the trajectories on held-out data.
 
     :attr:`exploration` samples the particles' own points, :attr:`gaussian` the Gaussian with their mean and covariance.
-    Memory is that of ``N T / store_every`` vectors of the network's size; the autoencoder does not grow with the
-    network, unless it encodes all entries (see :class:`LatentModel`). Predictions average over sampled networks. A new
-    noise level changes predictions at once, a new prior or temperature only the next fit. :attr:`mean` is the trained
-    weights, where trajectories start.
+    Memory is that of ``N T`` vectors of the network's size; of more than 256 entries, the autoencoder sees coordinates
+    along the points' principal directions, and does not grow with the network. Predictions average over sampled
+    networks. A new noise level changes predictions at once, a new prior or temperature only the next fit. :attr:`mean`
+    is the trained weights, where trajectories start.
 
     :meth:`fit` raises ConfigurationError if ``learning_rate · λ_max ≥ 2``, and NonFiniteError if the refinement or the
     autoencoder diverges. It warns (ConvergenceWarning) if refinement raised the gradient along a trajectory, or if the
@@ -108,13 +99,8 @@ class MetricBNN(Posterior):
             squared error is ``2σ²`` times that likelihood; its weight decay has to be divided by ``2σ²`` first.)
         minibatch: Examples in each gradient of the refinement, drawn anew each time; None for all; ``"auto"`` takes all
             of up to 10,000, else 1024.
-        reduction: Whether the refined loss is the ``"mean"`` over the data or the ``"sum"``.
-        objective: Whether it is that of the ``"posterior"``, with the prior, or of the ``"likelihood"`` alone.
-        store_every: One in so many steps is stored, and encoded.
         latent: The autoencoder's options, a :class:`LatentModel` or a dictionary of them.
         sampling: ``"latent"``; or ``"exploration"`` or ``"gaussian"``, for which no autoencoder is trained.
-        trajectory: How j is drawn: ``"uniform"``, or in proportion to the latent ``"length"`` ``‖z_j − z_0‖``.
-        endpoint: Where trajectory j ends: at its ``"last"`` point, or at that with the ``"farthest"`` latent.
         chunk_size: Number of particles that are pushed through the network at a time.
         **common: As for :class:`Posterior`.
 
@@ -151,26 +137,17 @@ class MetricBNN(Posterior):
         learning_rate: float | Literal["auto"] = 1e-3,
         weight_decay: float | None = None,
         minibatch: int | Literal["auto"] | None = "auto",
-        reduction: Reduction = "mean",
-        objective: Objective = "posterior",
-        store_every: int = 1,
         latent: LatentModel | dict[str, Any] | None = None,
         sampling: Sampling = "latent",
-        trajectory: Literal["uniform", "length"] = "uniform",
-        endpoint: Literal["last", "farthest"] = "last",
         chunk_size: int = CHUNK_SIZE,
         **common: Any,
     ):
-        self.walk = Walk(
-            n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
-        )
+        self.walk = Walk(n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch)
         if weight_decay is not None:
             checks.positive("weight_decay", weight_decay)
         self.weight_decay = weight_decay
         self.latent = latent if isinstance(latent, LatentModel) else LatentModel(**(latent or {}))
         self.sampling: Sampling = checks.choice("sampling", sampling, ("latent", "exploration", "gaussian"))
-        self.trajectory = checks.choice("trajectory", trajectory, ("uniform", "length"))
-        self.endpoint = checks.choice("endpoint", endpoint, ("last", "farthest"))
         self.chunk_size = checks.count("chunk_size", chunk_size)
         super().__init__(model, likelihood, **common)
 
@@ -202,17 +179,15 @@ class MetricBNN(Posterior):
         explored = explore(landscape, directions, walk, seed=seed, progress=progress)
         latents = None
         if self.sampling == "latent":
-            spacing = walk.store_every / walk.n_steps
-            latents = Training(explored.deviations, spacing, self.latent, seed ^ _OTHER).run(progress=progress)
+            latents = train(explored.deviations, self.latent, seed ^ _OTHER, progress=progress)
         self._warn_unless_converged(landscape, explored, None if latents is None else latents.report)
         return Exploration(vector, n_data, n_outputs, *explored, latents)
 
     def _warn_unless_converged(self, landscape: LossLandscape, explored: Explored, latent: LatentReport | None) -> None:
         report = explored.report
         if report.growth is not None and report.growth > _GROWTH:
-            weight = 1 / landscape.n_data if self.walk.reduction == "mean" else 1.0
             end = landscape.vector + explored.deviations[report.worst, -1]
-            there = landscape.largest_curvature(end) * weight * report.learning_rate
+            there = landscape.largest_curvature(end) / landscape.n_data * report.learning_rate
             warn(
                 f"Refinement raised the gradient's norm {report.growth:.2g} times along trajectory {report.worst}; "
                 f"learning_rate · λ_max is {report.stability:.2g} at the trained weights and {there:.2g} at its end "
@@ -243,7 +218,7 @@ class MetricBNN(Posterior):
 
     @property
     def trajectories(self) -> Tensor:
-        """The particles' stored points ``θ_{i,t}``, the trained weights first, ``[N, 1 + S, P]``."""
+        """The particles' points ``θ_{i,t}``, the trained weights first, ``[N, 1 + T, P]``."""
         self.require_fit()
         moved = self.state.deviations
         return self.mean + torch.cat([torch.zeros_like(moved[:, :1]), moved], dim=1)
@@ -314,11 +289,11 @@ class MetricBNN(Posterior):
         device = None if generator is None else generator.device
         if self.sampling == "latent":
             latents = self._latents()
-            which = latents.draw(n, self.trajectory, generator)
+            which = torch.randint(len(latents.ends), (n,), generator=generator, device=device)
             uniform = torch.rand(n, generator=generator, device=device, dtype=torch.float64)
             part_of = uniform.to(self.mean) * self.extent
-            ends = latents.farthest if self.endpoint == "farthest" else latents.ends
-            return self.decode(latents.start + part_of[:, None] * (ends[which] - latents.start))
+            ends = latents.ends[which.to(latents.ends.device)]
+            return self.decode(latents.start + part_of[:, None] * (ends - latents.start))
         moved = self.state.deviations
         points = moved[:, : max(1, round(self.extent * moved.shape[1]))].flatten(0, 1)
         if self.sampling == "exploration":
