@@ -182,7 +182,6 @@ DEVELOPMENT: dict[str, Method] = {
     "network": the_network,
     **{label: abnn(n_samples=20, **own) for label, own in _TRIED.items()},
     **{f"{label}, not tuned": abnn(n_samples=20, epochs=0, n_members=1, **own) for label, own in _TRIED.items()},
-    **{f"{label}, weight 4": abnn(n_samples=20, prior_weight=4.0, **own) for label, own in _TRIED.items()},
     **{f"{label}, rate .02": abnn(n_samples=20, learning_rate=0.02, **own) for label, own in _TRIED.items()},
 }
 

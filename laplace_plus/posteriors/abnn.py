@@ -1,31 +1,32 @@
 """Noise in normalisation layers, and a few epochs of fine-tuning (Franchi et al., 2024, "Make me a BNN").
 
 A normalisation gives ``γ ∘ ĥ ∘ (1 + α ε) + β`` with standard normal ε in place of ``γ ∘ ĥ + β``. Each of M members
-starts at the trained network and moves γ and β alone, by a few epochs of SGD on the loss of the noisy network, in which
-some random classes may count more. Predictions are averaged over members and noise.
+starts at the trained network and moves γ and β alone, by a few epochs of SGD on the loss of the noisy network.
+Predictions are averaged over members and noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, NoGainWarning, SelectionError, UnsupportedError, warn
+from laplace_plus.errors import NoGainWarning, SelectionError, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator, standard_normal
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.selection import Selection
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State, of_state
@@ -78,7 +79,8 @@ class ABNN(Posterior):
 
     Choose it for networks with batch, instance, group, layer or RMS normalisation that are too large for curvature:
     a fit takes ``n_members · epochs`` passes of training, with gradients of γ and β alone, and stores those only.
-    Running statistics stay as they are, and dropout is off. Normalisations that are not torch's own are not seen.
+    Running statistics stay as they are, and dropout is off. Normalisations that are not torch's own are not seen, and
+    have no noise.
 
     The prior has no part in it, and neither has the temperature. Predictions are those of sampled networks, members in
     turn; a few dozen are enough. With ``noise="channel"`` every draw is a network with ``γ ∘ (1 + α ε)`` in place of γ:
@@ -96,8 +98,6 @@ class ABNN(Posterior):
         scale: α.
         n_members: M.
         epochs: Of fine-tuning; 0 for noise alone.
-        prior_weight: η, by which ``⌊√C⌋`` random classes count more in each member's loss. It biases each member's
-            probabilities.
         learning_rate: Of SGD with Nesterov's momentum .9 and weight decay 1e-4; a tenth of it after the first epoch,
             and a hundredth after the fourth.
         parameters: ``"all"`` γ and β that require gradients, or some of them by name.
@@ -107,9 +107,9 @@ class ABNN(Posterior):
         scale: α of the next fit.
 
     Raises:
-        UnsupportedError: No normalisation layer with γ; with ``noise="element"``, a γ that no function of torch uses.
+        UnsupportedError: No normalisation layer with γ.
         SelectionError: Parameters of other layers, parts of some, or no γ.
-        ConfigurationError: A number out of range, or class weights without classes.
+        ConfigurationError: A number out of range.
         NonFiniteError: Fine-tuning diverged.
 
     Warns:
@@ -143,7 +143,6 @@ class ABNN(Posterior):
         scale: float = 0.2,
         n_members: int = 4,
         epochs: int = 5,
-        prior_weight: float = 1.0,
         learning_rate: float = 5e-3,
         parameters: Selection = "all",
         **common: Any,
@@ -151,7 +150,6 @@ class ABNN(Posterior):
         self.noise = checks.choice("noise", noise, ("channel", "element"))
         self.scale = checks.number("scale", scale, least=0.0)
         self.n_members, self.epochs = checks.count("n_members", n_members), checks.count("epochs", epochs, 0)
-        self.prior_weight = checks.positive("prior_weight", prior_weight)
         self.learning_rate = checks.positive("learning_rate", learning_rate)
         if isinstance(model, nn.Module) and isinstance(parameters, str) and parameters == "all":
             own = dict(unwrap(model).named_parameters(remove_duplicate=False))
@@ -169,9 +167,6 @@ class ABNN(Posterior):
             expected += ", ".join([*known][:3])
             raise SelectionError(what, expected=expected, got=", ".join(self.parameter_names))
         self._is_scale = torch.cat([torch.full((item.size,), known[item.name]) for item in selected])
-        if prior_weight != 1 and not (self.likelihood.is_classifier and self.likelihood.couples_outputs):
-            what, got = "Class weights need one of several classes.", f"prior_weight={prior_weight}"
-            raise ConfigurationError(what, expected="prior_weight=1, or classification", got=got)
 
     # -- the fit -------------------------------------------------------------------------------------------------------
 
@@ -181,10 +176,8 @@ class ABNN(Posterior):
     ) -> FineTuned:
         require_restartable(data, "Fine-tuning passes over the data again and again.")
         n_data, n_outputs, _ = survey(self, data)
-        if self.noise == "element":
-            self._require_seen(next(iter(self.batches(data))))
         seed = draw_seed(generator)
-        members = self._fine_tune(data, n_outputs, seed, progress=progress)
+        members = self._fine_tune(data, seed, progress=progress)
         self.set_state(FineTuned(members.mean(0), n_data, n_outputs, members, self.scale))
         lost: list[float] = []
         for scale, fine_tuned in [*((self.scale / 2**halvings, True) for halvings in range(5)), (0.0, False)]:
@@ -202,50 +195,30 @@ class ABNN(Posterior):
             warn(f"{what} fit_scale(held_out) does.", NoGainWarning)
         return replace(self.state, report=report)
 
-    def _fine_tune(self, data: Iterable[Any], n_outputs: int, seed: int, *, progress: bool) -> Tensor:
+    def _fine_tune(self, data: Iterable[Any], seed: int, *, progress: bool) -> Tensor:
         """Members after SGD, ``[M, P]``; all take their steps in the same pass."""
-        theta, source = self.network.vector().repeat(self.n_members, 1), stage_generator(seed, 0)
-        weights = theta.new_ones(self.n_members, n_outputs)  # of the classes
-        for own in weights if self.prior_weight != 1 else ():
-            own[torch.randperm(n_outputs, generator=source)[: math.isqrt(n_outputs)]] = self.prior_weight
-        velocity = torch.zeros_like(theta)
+        theta = self.network.vector().repeat(self.n_members, 1).requires_grad_()
+        optimizer = torch.optim.SGD([theta], self.learning_rate, _MOMENTUM, weight_decay=_DECAY, nesterov=True)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 4])
         for epoch in range(self.epochs):
-            rate = self.learning_rate * 0.1 ** ((epoch >= 1) + (epoch >= 4))  # noqa: PLR2004
             source = stage_generator(seed, epoch + 1)
             for batch in self.batches(data, progress=progress, description=f"ABNN: epoch {epoch + 1}"):
-                pairs = zip(theta, weights, strict=True)
-                slopes = torch.stack([self._gradient(batch, own, some, source) for own, some in pairs])
-                slopes += _DECAY * theta
-                velocity = _MOMENTUM * velocity + slopes
-                theta -= rate * (slopes + _MOMENTUM * velocity)
+                theta.grad = torch.stack([self._gradient(batch, member, source) for member in theta.detach()])
+                optimizer.step()
+            schedule.step()
             checks.finite("Fine-tuning diverged: γ or β", theta, fix="Take a smaller learning_rate or scale.")
-        return theta
+        return theta.detach()
 
-    def _gradient(self, batch: Batch, vector: Tensor, weights: Tensor, source: torch.Generator) -> Tensor:
-        """Of the mean loss of one noisy network, ``[P]``; ``weights [C]`` are those of the classes."""
+    def _gradient(self, batch: Batch, vector: Tensor, source: torch.Generator) -> Tensor:
+        """Of the mean loss of one noisy network, ``[P]``."""
         with torch.enable_grad():
             leaf = vector.clone().requires_grad_()
             outputs = self._noisy(batch.inputs, leaf, self.scale, source)
-            outputs, targets, share = self.likelihood.rows(outputs, batch.target)
-            if self.prior_weight != 1:
-                weights = weights.to(share)
-                share = share * (targets @ weights if targets.is_floating_point() else weights[targets])
-            loss = -(share * self.likelihood.log_density(outputs, targets)).sum()
+            rows, targets, weight = self.likelihood.rows(outputs, batch.target)
+            loss = -(weight * self.likelihood.log_density(rows, targets)).sum() / weight.sum().clamp(min=1)
             if not loss.requires_grad:
                 raise zero_curvature(self)
-            (slope,) = torch.autograd.grad(loss, leaf)
-        return slope / share.detach().sum().clamp_min(torch.finfo(share.dtype).tiny)
-
-    def _require_seen(self, batch: Batch) -> None:
-        """Raise :class:`UnsupportedError` for a γ whose normalisation the mode does not see."""
-        parameters = self.network.parameters
-        scales = {name: parameters[name] for name, yes in norm_parameters(self.network.model).items() if yes}
-        with torch.no_grad(), ElementNoise(0.0, scales.values(), None) as mode:
-            self.network(batch.inputs, parameters)
-        missed = [name for name in self.parameter_names if name in scales and id(scales[name]) not in mode.seen]
-        if missed:
-            what, fix = f"No function of torch normalises with {', '.join(missed)}.", 'Take noise="channel".'
-            raise UnsupportedError(what, expected="F.batch_norm, F.layer_norm, …", got="none", fix=fix)
+            return torch.autograd.grad(loss, leaf)[0]
 
     def _compared(self, data: Iterable[Any], source: torch.Generator, *, progress: bool) -> FineTuning:
         """The averaged predictions of noisy networks on the training data, beside the network's."""
@@ -348,10 +321,7 @@ class ABNN(Posterior):
         checks.count("n", n)
         self.require_fit()
         if self.noise == "element":
-            what, fix = (
-                "Noise of each activation is no distribution over weights.",
-                'Take noise="channel", or .members.',
-            )
+            what, fix = "Noise of each activation is no distribution over weights.", 'Take noise="channel".'
             raise UnsupportedError(what, expected='predictive(x, method="sampled")', got="samples of weights", fix=fix)
         return self._jittered(self._drawn(n, generator), self.noise_scale, generator)
 
@@ -364,3 +334,63 @@ class ABNN(Posterior):
         for vector in self._drawn(n, generator):
             with torch.no_grad():
                 yield self._noisy(x, vector, self.noise_scale, generator)
+
+
+# -- normalisation layers ----------------------------------------------------------------------------------------------
+
+LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Batch and instance normalisation of all kinds, and the others."""
+
+_PLACES: dict[Any, int] = {
+    **dict.fromkeys((F.batch_norm, F.instance_norm), 3),
+    **dict.fromkeys((F.layer_norm, F.group_norm, F.rms_norm), 2),
+    **dict.fromkeys((torch.layer_norm, torch.group_norm, torch.rms_norm), 2),
+    **dict.fromkeys((torch.batch_norm, torch.instance_norm), 1),
+}
+"""The position of γ among the arguments of each function; that of β, if there is one, is the next."""
+
+_TRAILING = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
+"""Functions of which γ and β belong to the last axes; of the others they belong to axis 1."""
+
+
+def norm_parameters(model: nn.Module) -> dict[str, bool]:
+    """The parameters of torch's normalisation layers by name, and whether each is a scale γ."""
+    found: dict[str, bool] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, LAYERS):
+            for name, _ in module.named_parameters(prefix, recurse=False):
+                found[name] = name.endswith("weight")
+    return found
+
+
+class ElementNoise(TorchFunctionMode):
+    """Makes ``γ ∘ ĥ + β`` to ``γ ∘ ĥ ∘ (1 + α ε) + β``, with a standard normal ε for each activation.
+
+    A normalisation's result r becomes ``r + α ε ∘ (r − β)``. Normalisations without γ get noise as well; those with
+    other scales than the ``scales`` get none.
+    """
+
+    def __init__(self, alpha: float, scales: Collection[Tensor], generator: torch.Generator | None):
+        super().__init__()
+        self.alpha, self.generator = alpha, generator
+        self.scales = {id(scale) for scale in scales}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _PLACES:
+            return result
+        gamma, beta = _argument(args, kwargs, _PLACES[func], "weight"), None
+        if gamma is not None and id(gamma) not in self.scales:
+            return result
+        if func not in (F.rms_norm, torch.rms_norm):
+            beta = _argument(args, kwargs, _PLACES[func] + 1, "bias")
+        centre: Any = 0.0 if beta is None else beta
+        if beta is not None and func not in _TRAILING:
+            centre = beta.view(-1, *[1] * (result.ndim - 2))
+        noise = standard_normal(result.shape, like=result, generator=self.generator)
+        return result + self.alpha * noise * (result - centre)
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
