@@ -16,12 +16,11 @@ from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
 from laplace_plus.posteriors.riemannian.riemannian import Riemannian
 from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence
-from laplace_plus.posteriors.sgd_path import DiagonalSWAG
 from laplace_plus.posteriors.state import GaussianState, State
 from laplace_plus.posteriors.storing import load, load_state_dict, state_dict
 from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
-from laplace_plus.posteriors.swag import SWAG
+from laplace_plus.posteriors.swag import SWAG, DiagonalSWAG
 from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA
 from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.variational_last_layer import VariationalLastLayer

@@ -25,8 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, DataError, SelectionError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed, global_randomness, standard_normal
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network
@@ -35,7 +37,6 @@ from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.sgd_path import DiagonalSWAG, PathMoments
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.predictive.deviations import moments, pushed
@@ -46,6 +47,114 @@ from laplace_plus.structured.eigen import EigenFactor
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
+
+
+@stored
+@dataclass(frozen=True)
+class PathMoments:
+    """What is known of the weights ``θ_1 … θ_T`` on a path.
+
+    Attributes:
+        mean: The running mean ``θ̄_T``, ``[P]`` float64.
+        squares: ``Σ (θ_t − θ̄_T)²``, ``[P]`` float64.
+        deviations: ``θ_t − θ̄_t`` of the last weights, ``[k, P]``.
+        count: T.
+    """
+
+    mean: Tensor
+    squares: Tensor
+    deviations: Tensor
+    count: int = 0
+
+    @classmethod
+    def none(cls, like: Tensor) -> PathMoments:
+        """Those of no weights yet; they will be ``like`` a vector ``[P]``."""
+        zeros = torch.zeros_like(like, dtype=torch.float64)
+        return cls(zeros, zeros, like.new_zeros(0, len(like)))
+
+    def plus(self, vector: Tensor, rank: int = 0) -> PathMoments:
+        """With further weights ``[P]``; the last ``rank`` deviations are kept."""
+        count = self.count + 1
+        step = vector.to(self.mean) - self.mean
+        mean = self.mean + step / count
+        deviation = vector.to(mean) - mean
+        kept = torch.cat([self.deviations, deviation[None].to(self.deviations)])
+        return PathMoments(mean, self.squares + step * deviation, kept[max(0, len(kept) - rank) :], count)
+
+    @property
+    def variance(self) -> Tensor:
+        """``1/T Σ θ_t² − θ̄_T²``, ``[P]`` float64."""
+        return self.squares / self.count
+
+
+@stored
+@dataclass(frozen=True)
+class DiagonalSWAG:
+    """Train a copy of the network further by SGD, and take the variance of each weight over the epochs' ends.
+
+    The loss is the mean negative log-likelihood of a batch plus half of ``weight_decay`` times the squared norm, as
+    ``torch.optim.SGD`` has it; the copy is in training mode. The network itself stays as it is.
+
+    Args:
+        learning_rate: Constant; large enough that the weights keep moving.
+        n_snapshots: Number of epochs, each of which ends with a snapshot; at least 2.
+        momentum: Of SGD.
+        weight_decay: Of SGD.
+
+    Raises:
+        ConfigurationError: A number out of range.
+    """
+
+    learning_rate: float = 0.01
+    n_snapshots: int = 40
+    momentum: float = 0.9
+    weight_decay: float = 3e-4
+
+    def __post_init__(self) -> None:
+        checks.count("n_snapshots", self.n_snapshots, 2, fix="The variance of one snapshot is zero.")
+        checks.positive("learning_rate", self.learning_rate)
+        checks.number("momentum", self.momentum, least=0.0, most=1.0)
+        checks.number("weight_decay", self.weight_decay, least=0.0)
+
+    def follow(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        data: Iterable[Any],
+        *,
+        rank: int = 0,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> PathMoments:
+        """Train, and give the moments of the network's selected entries.
+
+        Raises:
+            NonFiniteError: Training diverges.
+            SelectionError: No output depends on a selected entry.
+        """
+        moving = copy.deepcopy(network.model).train().requires_grad_(False)
+        vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
+        rates: Any = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        optimizer, moments = torch.optim.SGD([vector], **rates), PathMoments.none(network.vector())
+        epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="SWAG: epochs")
+        with global_randomness(network.device, generator), torch.enable_grad():
+            for epoch in epochs:
+                for batch in batches.iterate(data, device=network.device):
+                    args, keywords = batches.bind(moving, batch.inputs)
+                    raw = torch.func.functional_call(moving, network.substitute(vector), args, keywords)
+                    outputs = likelihood.arrange(batches.output_tensor(raw))
+                    what = f"SWAG diverged in epoch {epoch + 1}: the network's output"
+                    checks.finite(what, outputs, fix="Use a smaller learning_rate.")
+                    likelihood.validate(outputs.detach(), batch.target)
+                    rows, targets, weight = likelihood.rows(outputs, batch.target)
+                    loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
+                    if not loss.requires_grad:
+                        what, expected = "SWAG has nothing to train.", "outputs that depend on selected parameters"
+                        raise SelectionError(what, expected=expected, got="losses without gradients")
+                    (vector.grad,) = torch.autograd.grad(loss, vector)
+                    optimizer.step()
+                moments = moments.plus(vector.detach(), rank)
+        return moments
 
 
 @stored
@@ -155,7 +264,7 @@ class SWAG(Posterior):
             require_restartable(data, "SWAG passes over the data several times.")
         n_data, n_outputs, _ = survey(self, data)
         if path is None:
-            options: Any = {"rank": self.rank, "name": "SWAG", "progress": progress, "generator": generator}
+            options: Any = {"rank": self.rank, "progress": progress, "generator": generator}
             path = self._training.follow(self.network, self.likelihood, data, **options)
         if path.count < 2:  # noqa: PLR2004
             what, fix = "One snapshot has no variance.", "Call collect(model) after each epoch."
@@ -183,7 +292,7 @@ class SWAG(Posterior):
 
     def _member(self, number: int) -> Tensor:
         """The weights of a draw that has statistics, ``[P]``; the same on every device."""
-        return self._draw(1, torch.Generator().manual_seed(self.state.seeds[number]))[0]
+        return self.sample(1, generator=torch.Generator().manual_seed(self.state.seeds[number]))[0]
 
     def _normalised(self, data: Iterable[Any], progress: bool) -> dict[str, Tensor]:
         """Means and variances ``[n_members, *]`` of each batch normalisation, from one pass over the data."""
@@ -237,18 +346,15 @@ class SWAG(Posterior):
         deviations = self.state.path.deviations
         return deviations.to(self.mean) * (self.scale / max(1, len(deviations) - 1)) ** 0.5
 
-    def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        deviations = self._deviations()
-        shapes = (n, len(self.mean)), (n, len(deviations))
-        diagonal, low = (standard_normal(shape, like=self.mean, generator=generator) for shape in shapes)
-        return torch.addmm(self.mean + diagonal * self._variance().sqrt(), low, deviations)
-
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         checks.count("n", n)
         self.require_fit()
-        return self._draw(n, generator)
+        deviations = self._deviations()
+        shapes = (n, len(self.mean)), (n, len(deviations))
+        diagonal, low = (standard_normal(shape, like=self.mean, generator=generator) for shape in shapes)
+        return torch.addmm(self.mean + diagonal * self._variance().sqrt(), low, deviations)
 
     @full_precision
     def variance(self) -> Tensor:

@@ -23,7 +23,7 @@ from laplace_plus.network.selection import Selection, refine, select
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
-from laplace_plus.posteriors.sgd_path import DiagonalSWAG
+from laplace_plus.posteriors.swag import DiagonalSWAG
 
 
 @dataclass(frozen=True)
