@@ -1,17 +1,19 @@
-"""Names of posterior classes: our own, registered ones and those that other packages bring as entry points."""
+"""Classes by name: posteriors, our own, registered ones and those of other packages; and options of constructors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, unknown_option
 
 ENTRY_POINTS = "laplace_plus.posteriors"
 METHODS = ("fit", "predictive", "sample")
 """What tells a posterior class from others: ``Posterior`` itself is defined above this module."""
 
-
+Option = TypeVar("Option")
 _registered: dict[str, type[Any]] = {}
 
 
@@ -28,18 +30,12 @@ def register(name: str, cls: type[Any]) -> None:
         ConfigurationError: The name is no string or belongs to another class already, or ``cls`` is not a posterior
             class.
     """
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError("A posterior's name is a string.", expected="a non-empty str", got=repr(name))
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
         what = f"What is registered as {name!r} is not a posterior class."
-        got = f"the class {cls.__qualname__}" if isinstance(cls, type) else f"a {type(cls).__name__}, {cls!r}"
         fix = "Derive the class from laplace_plus.Posterior, and register the class itself, not an instance."
-        raise ConfigurationError(what, expected=f"a class with {', '.join(METHODS)}", got=got, fix=fix)
-    if _registered.get(name, cls) is not cls:
-        raise ConfigurationError(
-            f"The name {name!r} is taken.", expected="a new name", got=f"that of {_registered[name].__qualname__}"
-        )
-    _registered[name] = cls
+        raise ConfigurationError(what, expected=f"a class with {', '.join(METHODS)}", got=repr(cls), fix=fix)
+    if not isinstance(name, str) or not name or _registered.setdefault(name, cls) is not cls:
+        raise ConfigurationError(f"The name {name!r} is taken, or is none.", expected="a new name, a non-empty str")
 
 
 def get_posterior(name: str) -> type[Any]:
@@ -62,3 +58,22 @@ def name_of(cls: type[Any]) -> str:
         what = f"{cls.__qualname__} is not registered."
         raise ConfigurationError(what, fix=f"Call laplace_plus.register({cls.__name__!r}, {cls.__name__}) first.")
     return names[0]
+
+
+def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:
+    """One of the known classes: from its name, from a mapping with ``"name"`` and its options, or as it is.
+
+    ConfigurationError for another name, or options that the class does not have.
+    """
+    for cls in known.values():
+        if isinstance(value, cls):
+            return value
+    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in known:
+        classes = ", ".join(cls.__name__ for cls in known.values() if cls is not type(None))
+        raise ConfigurationError(f"Unknown {what}.", expected=f"{', '.join(known)}, or {classes}", got=repr(value))
+    own = {} if known[name] is type(None) else signature(known[name]).parameters
+    for option in options.keys() - own.keys():
+        raise unknown_option(f"The {what} {name!r}", str(option), own)
+    return known[name](**options)

@@ -15,7 +15,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg import cg, draw_probes
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.configuration import resolve_option
+from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.sampled.effective_dimension import (
     LARGEST_STEP,
     effective_dimension,

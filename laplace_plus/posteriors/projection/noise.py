@@ -20,9 +20,9 @@ from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.public import zero_curvature
+from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.state import State
 

@@ -31,10 +31,9 @@ from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.registry import get_posterior, name_of
+from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_option
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey

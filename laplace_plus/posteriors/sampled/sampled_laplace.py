@@ -22,8 +22,8 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.public import full_precision, zero_curvature
+from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,

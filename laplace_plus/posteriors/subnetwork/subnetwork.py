@@ -13,9 +13,8 @@ from typing_extensions import override
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network.capture import capture_batch
 from laplace_plus.network.selection import Selection, refine
-from laplace_plus.posteriors.configuration import resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
-from laplace_plus.posteriors.registry import get_posterior, name_of
+from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_option
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.subnetwork.selectors import (
     SELECTORS,
