@@ -75,6 +75,12 @@ def gathered(model: nn.Module, likelihood: likelihoods.Likelihood, data: list) -
     return gather(predict, likelihood, batches.iterate(data, device="cpu"))
 
 
+def identity(n: int) -> nn.Module:
+    model = nn.Linear(n, n, bias=False, dtype=torch.float64)
+    nn.init.eye_(model.weight)
+    return model
+
+
 def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()
@@ -98,7 +104,7 @@ def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
 def test_tokens_are_flattened_and_ignored_ones_left_out() -> None:
     logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[0, -100, 4], [-100, 2, 1]])
-    found = gathered(nn.Identity(), likelihoods.Categorical(), [(logits, targets)])
+    found = gathered(identity(5), likelihoods.Categorical(), [(logits, targets)])
     assert isinstance(found, Classified)
     assert found.targets.tolist() == [0, 4, 2, 1]
     torch.testing.assert_close(found.probabilities, logits.softmax(-1)[targets >= 0])
@@ -106,7 +112,7 @@ def test_tokens_are_flattened_and_ignored_ones_left_out() -> None:
 
 def test_yes_or_no_has_two_columns() -> None:
     logits = torch.tensor([[-1.0], [2.0]], dtype=torch.float64)
-    found = gathered(nn.Identity(), likelihoods.Bernoulli(), [(logits, torch.tensor([0, 1]))])
+    found = gathered(identity(1), likelihoods.Bernoulli(), [(logits, torch.tensor([0, 1]))])
     assert isinstance(found, Classified)
     yes = logits[:, 0].sigmoid()
     torch.testing.assert_close(found.probabilities, torch.stack([1 - yes, yes], 1))
@@ -116,7 +122,7 @@ def test_yes_or_no_has_two_columns() -> None:
 def test_the_scores_of_regression() -> None:
     torch.manual_seed(0)
     mean, targets = torch.randn(50, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
-    found = gathered(nn.Identity(), likelihoods.Gaussian(noise_std=0.7), [(mean, targets)])
+    found = gathered(identity(2), likelihoods.Gaussian(noise_std=0.7), [(mean, targets)])
     assert isinstance(found, Regressed)
     normal = torch.distributions.Normal(mean, 0.7)
     scores = found.scores()

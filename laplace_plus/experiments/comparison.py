@@ -17,6 +17,7 @@ from laplace_plus.errors import NoGainWarning
 from laplace_plus.experiments.settings import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
+from laplace_plus.network.network import Network
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.predictive import Prediction, from_samples
 
@@ -170,18 +171,8 @@ def _facts(posterior: Posterior) -> dict[str, Any]:
 
 def point_prediction(model: nn.Module, likelihood: Likelihood) -> Predict:
     """The trained network's own prediction ``p(y | f(x))``, with which posteriors are compared."""
-
-    def predict(inputs: Any) -> Prediction:
-        training = {module: module.training for module in model.modules()}
-        try:
-            with torch.no_grad():
-                outputs = likelihood.arrange(batches.output_tensor(batches.call(model.eval(), inputs)))
-        finally:
-            for module, mode in training.items():
-                module.training = mode
-        return from_samples(likelihood, outputs[None])
-
-    return predict
+    network = Network(model, "all", likelihood.arrange)
+    return lambda inputs: from_samples(likelihood, network.forward(inputs)[None])
 
 
 def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Classified | Regressed:

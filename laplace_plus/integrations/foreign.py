@@ -78,18 +78,8 @@ class ForeignBackend(Backend):
             raise self.refusal("has no eigenvalue correction", "eigenvalue_corrected=False", "True")
 
     @override
-    def curvature(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        batch: Batch,
-        structure: Structure,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Curvature, Tensor]:
-        self.check(structure, likelihood)
-        self._compare(network, likelihood, batch, structure)
-        return self._curvature(network, likelihood, batch, structure, generator)
+    def curvature(self, *args: Any, **options: Any) -> tuple[Curvature, Tensor]:
+        return self.accumulate(None, *args, **options)
 
     @override
     def accumulate(
@@ -103,9 +93,10 @@ class ForeignBackend(Backend):
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
         if total is None:
-            return self.curvature(network, likelihood, batch, structure, generator=generator)
+            self.check(structure, likelihood)
+            self._compare(network, likelihood, batch, structure)
         found, outputs = self._curvature(network, likelihood, batch, structure, generator)
-        return total.add_(found), outputs
+        return found if total is None else total.add_(found), outputs
 
     def _curvature(
         self, network: Network, likelihood: Likelihood, batch: Batch, structure: Structure, generator: Any

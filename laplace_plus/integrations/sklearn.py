@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Self, TypeAlias, overload
 
 import numpy as np
@@ -34,6 +35,7 @@ Array = NDArray[Any]
 Module: TypeAlias = nn.Module | Callable[[int, int], nn.Module] | BaseEstimator | None
 
 
+@dataclass(eq=False, repr=False)
 class LaplaceEstimator(BaseEstimator):
     """What both estimators share.
 
@@ -58,30 +60,17 @@ class LaplaceEstimator(BaseEstimator):
         n_features_in_: Number of features.
     """
 
-    def __init__(
-        self,
-        module: Module = None,
-        *,
-        posterior: str | type[Posterior] = "KFAC",
-        posterior_options: Mapping[str, Any] | None = None,
-        epochs: int = 200,
-        lr: float = 1e-2,
-        weight_decay: float = 1e-3,
-        batch_size: int = 64,
-        prefit: bool = False,
-        device: str | torch.device | None = None,
-        random_state: Any = None,
-    ):
-        self.module = module
-        self.posterior = posterior
-        self.posterior_options = posterior_options
-        self.epochs = epochs
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.prefit = prefit
-        self.device = device
-        self.random_state = random_state
+    module: Module = None
+    _: KW_ONLY
+    posterior: str | type[Posterior] = "KFAC"
+    posterior_options: Mapping[str, Any] | None = None
+    epochs: int = 200
+    lr: float = 1e-2
+    weight_decay: float = 1e-3
+    batch_size: int = 64
+    prefit: bool = False
+    device: str | torch.device | None = None
+    random_state: Any = None
 
     def predictive(self, X: Any) -> Prediction:
         """The library's prediction, of the encoded classes ``0 … C − 1`` or of targets ``[N, C]``, for ``X [N, D]``."""
