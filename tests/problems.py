@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,16 +94,6 @@ class Until:
 def hessian(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """In reverse mode only; torch's own takes forward mode, whose first use warns of torch's own imports."""
     return jacrev(jacrev(function))
-
-
-@contextmanager
-def double_precision() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def network(outputs: int) -> nn.Module:

@@ -2,8 +2,7 @@
 
 BackPACK stores hooks and attributes on modules and passes curvature from module to module. It sees only what happens
 inside modules that it supports. Of a network that does anything in between – adds, reshapes, uses a module twice – its
-result is wrong without notice, which the comparison with the native backend finds. First-order quantities (the
-empirical Fisher) need only the modules that own parameters.
+result is wrong without notice, which the comparison with the native backend finds.
 """
 
 from __future__ import annotations
@@ -16,51 +15,33 @@ from typing import Any, ClassVar
 import torch
 from backpack import backpack, extend
 from backpack.context import CTX
-from backpack.extensions import (
-    KFAC,
-    KFLR,
-    BatchGrad,
-    DiagGGNExact,
-    DiagGGNMC,
-    DiagHessian,
-    SqrtGGNExact,
-    SqrtGGNMC,
-    SumGradSquared,
-)
+from backpack.extensions import KFLR, DiagGGNExact, SqrtGGNExact
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
 from laplace_plus.integrations.foreign import ForeignBackend, Layer, Task
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import Gradients, whole_layout
 from laplace_plus.network.invariant import examined
 from laplace_plus.network.network import Network
 from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
 
-# The extension for each kind and structure, and the attribute of a parameter under which it leaves its result.
-_EXTENSIONS: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
-    ("ggn", "full"): (SqrtGGNExact, "sqrt_ggn_exact"),
-    ("ggn_mc", "full"): (SqrtGGNMC, "sqrt_ggn_mc"),
-    ("empirical_fisher", "full"): (BatchGrad, "grad_batch"),
-    ("ggn", "diagonal"): (DiagGGNExact, "diag_ggn_exact"),
-    ("ggn_mc", "diagonal"): (DiagGGNMC, "diag_ggn_mc"),
-    ("empirical_fisher", "diagonal"): (SumGradSquared, "sum_grad_squared"),
-    ("hessian", "diagonal"): (DiagHessian, "diag_h"),
-    ("ggn", "KFAC"): (KFLR, "kflr"),
-    ("ggn_mc", "KFAC"): (KFAC, "kfac"),
+# The extension for each structure, and the attribute of a parameter under which it leaves its result.
+_EXTENSIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "full": (SqrtGGNExact, "sqrt_ggn_exact"),
+    "diagonal": (DiagGGNExact, "diag_ggn_exact"),
+    "KFAC": (KFLR, "kflr"),
 }
 
 
 class BackPack(ForeignBackend):
-    """Full, diagonal and Kronecker-factored curvature by BackPACK; see :class:`Backend`.
+    """The full, diagonal or Kronecker-factored Gauss-Newton matrix by BackPACK; see :class:`Backend`.
 
     For chains of modules that BackPACK knows, each used once, with outputs ``[B, C]``. Likelihoods are Categorical,
-    Bernoulli with one output and Gaussian; the empirical Fisher takes any. Kronecker factors exist for
-    ``nn.Linear`` on ``[B, i]`` inputs: those that BackPACK has for convolutions are neither of KFAC-expand nor of
-    KFAC-reduce.
+    Bernoulli with one output and Gaussian. Kronecker factors exist for ``nn.Linear`` on ``[B, i]`` inputs: those that
+    BackPACK has for convolutions are neither of KFAC-expand nor of KFAC-reduce.
 
     Example:
         >>> import laplace_plus as lp
@@ -72,19 +53,19 @@ class BackPack(ForeignBackend):
     """
 
     name: ClassVar[str] = "backpack"
-    supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(_EXTENSIONS)
+    supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(("ggn", name) for name in _EXTENSIONS)
 
     @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
         super().check(structure, likelihood)
-        if likelihood.n_noise > 1 and (self.kind != "ggn" or isinstance(structure, KroneckerStructure)):
-            what = f"cannot separate the outputs in a {structure.name} {self.kind} curvature"
-            raise self.refusal(what, "one noise level", f"{likelihood.n_noise} noise levels")
+        if likelihood.n_noise > 1 and isinstance(structure, KroneckerStructure):
+            got = f"{likelihood.n_noise} noise levels"
+            raise self.refusal("cannot separate the outputs in Kronecker factors", "one noise level", got)
 
     @override
     def compute(self, task: Task) -> Curvature:
-        network, structure, is_first_order = task.network, task.structure, self.kind == "empirical_fisher"
-        loss, scale = (None, 1.0) if is_first_order else self.loss(task.likelihood)
+        network, structure = task.network, task.structure
+        loss, scale = self.loss(task.likelihood)
         private = self.private_copy(network)
         layers = self.kronecker_layers(task, private) if isinstance(structure, KroneckerStructure) else []
         for layer in layers:  # BackPACK's factors of convolutions are neither KFAC-expand nor KFAC-reduce
@@ -92,11 +73,9 @@ class BackPack(ForeignBackend):
                 got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
                 raise self.refusal(f"has other factors for {layer.name!r}", "nn.Linear on inputs [B, i]", got)
         by_output = task.likelihood.n_noise > 1 and isinstance(structure, DiagonalStructure)
-        make, field = _EXTENSIONS[self.kind, "full" if by_output else structure.name]
-        extension = make(mc_samples=self.n_samples) if self.kind == "ggn_mc" else make()
-        random = global_randomness(network.device, task.generator)
-        with _extended(private), random, torch.enable_grad():
-            self._run(private, task, loss, extension)
+        make, field = _EXTENSIONS["full" if by_output else structure.name]
+        with _extended(private), torch.enable_grad():
+            self._run(private, task, loss, make())
         found = {name: getattr(p, field, None) for name, p in private.named_parameters() if p.requires_grad}
         unused = examined(network, task.capture).unused
         for name, value in found.items():
@@ -114,28 +93,20 @@ class BackPack(ForeignBackend):
             values = values.view(-1, network.n_parameters) * scale  # [K, P]
             layouts = Gradients(network, task.capture).layouts
             return Curvature([(layout, DiagonalBlock(layout.gather(values))) for layout in layouts])
-        rows = values[None] if is_first_order else values  # [V, B, P]
-        rows = rows if task.likelihood.n_noise > 1 else rows.flatten(0, 1)[None]
+        rows = values if task.likelihood.n_noise > 1 else values.flatten(0, 1)[None]  # [V, B, P] or [1, V·B, P]
         layout = whole_layout(network)
         return Curvature([(layout, DenseBlock((rows.mT @ rows)[:, None] * scale, layout.shape))])
 
-    def _run(self, private: nn.Module, task: Task, loss: nn.Module | None, extension: Any) -> None:
-        """A forward pass, and a backward pass of the likelihood's gradient, or of a loss, with the extension."""
+    def _run(self, private: nn.Module, task: Task, loss: nn.Module, extension: Any) -> None:
+        """A forward pass, and a backward pass of the loss with the extension."""
         leaves, rebuild = batches.flatten(task.batch.inputs)
         # Without a history, which a backward pass would otherwise reach.
         inputs = rebuild([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         raw = batches.output_tensor(batches.call(private, inputs))
-        outputs = task.network.arrange(raw)
-        if loss is None:
-            rows, targets, weight = task.likelihood.rows(outputs.detach(), task.batch.target)
-            gradient = task.likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
-            with backpack(extension):
-                outputs.backward(gradient.view_as(outputs).to(outputs.dtype))
-            return
-        if isinstance(loss, nn.BCEWithLogitsLoss) and raw.ndim == 2 and raw.shape[1] > 1:
-            raise self.refusal("has a binary loss for one output only", "C = 1", f"C = {raw.shape[1]}")
-        if raw.ndim != 2 or outputs.shape != raw.shape:
-            raise self.refusal("has losses for one row of outputs per example", "outputs [B, C]", f"{tuple(raw.shape)}")
+        is_binary = isinstance(loss, nn.BCEWithLogitsLoss)
+        if raw.ndim != 2 or raw.shape != task.outputs.shape or (is_binary and raw.shape[1] > 1):
+            expected = f"outputs {'[B, 1]' if is_binary else '[B, C]'}"
+            raise self.refusal("has losses for one row of outputs per example", expected, f"{tuple(raw.shape)}")
         targets, ignored = task.loss_targets()
         if ignored:
             raise self.refusal("counts ignored targets", "no target equal to ignore_index", "ignored targets")
@@ -154,9 +125,8 @@ def _extended(private: nn.Module) -> Iterator[None]:
             extend(module)
     try:
         with warnings.catch_warnings():
-            # The first selected layer has inputs without gradients; first-order extensions pass over frozen modules.
+            # The first selected layer has inputs without gradients.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            warnings.filterwarnings("ignore", message="Extension saving to")
             yield
     finally:
         del CTX.hook_handles[n_handles:]

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from laplace_plus.curvature.base import KINDS
 from laplace_plus.curvature.structures import Curvature, KroneckerStructure
 from laplace_plus.integrations.foreign import ForeignBackend, Task
 from laplace_plus.likelihoods.base import widen
-from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.structured import DenseBlock, KroneckerBlock
@@ -29,29 +27,14 @@ from laplace_plus.structured import DenseBlock, KroneckerBlock
 with warnings.catch_warnings():
     # curvlinops imports a package that compiles functions by torch.jit.script, which torch has deprecated.
     warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
-    from curvlinops import (
-        EFLinearOperator,
-        FisherMCLinearOperator,
-        FisherType,
-        GGNLinearOperator,
-        HessianLinearOperator,
-        KFACLinearOperator,
-    )
+    from curvlinops import FisherType, GGNLinearOperator, KFACLinearOperator
 
-_FULL: dict[str, Callable[..., Any]] = {
-    "ggn": GGNLinearOperator,
-    "ggn_mc": FisherMCLinearOperator,
-    "empirical_fisher": EFLinearOperator,
-    "hessian": HessianLinearOperator,
-}
 _COLUMNS = 64
 """Columns of a matrix that are computed at a time."""
 
-_FACTORS = {"ggn": FisherType.TYPE2, "ggn_mc": FisherType.MC, "empirical_fisher": FisherType.EMPIRICAL}
-
 
 class Curvlinops(ForeignBackend):
-    """Full and Kronecker-factored curvature by curvlinops; see :class:`Backend`.
+    """The full or Kronecker-factored Gauss-Newton matrix by curvlinops; see :class:`Backend`.
 
     Full matrices take P matrix-vector products and any selection; Kronecker factors exist for ``nn.Linear`` and
     ``nn.Conv2d`` without groups. Likelihoods are Categorical, Bernoulli and Gaussian. There is no exact diagonal.
@@ -66,34 +49,25 @@ class Curvlinops(ForeignBackend):
     """
 
     name: ClassVar[str] = "curvlinops"
-    supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {(kind, "full") for kind in KINDS} | {(kind, "KFAC") for kind in _FACTORS}
-    )
+    supported: ClassVar[frozenset[tuple[str, str]]] = frozenset({("ggn", "full"), ("ggn", "KFAC")})
 
     @override
     def compute(self, task: Task) -> Curvature:
-        structure, outputs = task.structure, task.outputs
+        structure, n_noise = task.structure, task.likelihood.n_noise
         loss, scale = self.loss(task.likelihood)
-        if self.kind == "empirical_fisher":  # which is quadratic in the loss
-            scale *= scale
         targets, ignored = task.loss_targets()
-        factored, what = isinstance(structure, KroneckerStructure), f"a {structure.name} {self.kind} curvature"
-        if outputs.ndim > 2 and (factored or self.kind == "empirical_fisher"):
-            # curvlinops treats positions as examples, or adds up the gradients of one direction over all of them.
-            got = f"outputs {tuple(outputs.shape)}"
-            raise self.refusal(f"mixes the positions of different examples in {what}", "outputs [B, C]", got)
-        if ignored and (self.kind == "ggn_mc" or factored):
-            expected = "no target equal to ignore_index"
-            raise self.refusal(f"counts ignored targets in {what}", expected, "ignored targets")
-        n_noise = task.likelihood.n_noise
-        runs = []  # for each noise level, the outputs that have it, their targets and a seed
+        runs = []  # for each noise level, the outputs that have it and their targets
         for outputs_of in [slice(None)] if n_noise == 1 else [slice(k, k + 1) for k in range(n_noise)]:
-            own = targets[..., outputs_of] if targets.is_floating_point() else targets
-            random = torch.default_generator if task.generator is None else task.generator
-            runs.append((outputs_of, own, draw_seed(random) if self.kind == "ggn_mc" else 0))
-        if isinstance(structure, KroneckerStructure):
-            return self._factored(task, structure.weight_sharing, runs, loss, scale)
-        return self._full(task, runs, loss, scale)
+            runs.append((outputs_of, targets[..., outputs_of] if targets.is_floating_point() else targets))
+        if not isinstance(structure, KroneckerStructure):
+            return self._full(task, runs, loss, scale)
+        if task.outputs.ndim > 2:  # curvlinops treats positions as examples
+            what, got = "mixes the positions of different examples in Kronecker factors", tuple(task.outputs.shape)
+            raise self.refusal(what, "outputs [B, C]", f"outputs {got}")
+        if ignored:
+            expected = "no target equal to ignore_index"
+            raise self.refusal("counts ignored targets in Kronecker factors", expected, "ignored targets")
+        return self._factored(task, structure.weight_sharing, runs, loss, scale)
 
     def _options(self, task: Task, targets: Tensor) -> dict[str, Any]:
         """What every operator is told. The data are one batch; curvlinops passes inputs in a mapping on untouched."""
@@ -105,18 +79,15 @@ class Curvlinops(ForeignBackend):
             "check_deterministic": False,
         }
 
-    def _full(self, task: Task, runs: list[tuple[slice, Tensor, int]], loss: nn.Module, scale: float) -> Curvature:
+    def _full(self, task: Task, runs: list[tuple[slice, Tensor]], loss: nn.Module, scale: float) -> Curvature:
         network = task.network
         self._require_no_padding_row(task)
         parts = []
-        for outputs_of, targets, seed in runs:
+        for outputs_of, targets in runs:
             model = _Outputs(outputs_of, loss)
             vector = model.vector = nn.Parameter(network.vector())
             model.compute = partial(lambda own, inputs: widen(network(inputs, network.substitute(own.vector))), model)
-            options = self._options(task, targets)
-            if self.kind == "ggn_mc":
-                options |= {"seed": seed, "mc_samples": self.n_samples}
-            operator = _FULL[self.kind](model, loss, [vector], **options)
+            operator = GGNLinearOperator(model, loss, [vector], **self._options(task, targets))
             # Attention's fused kernels have no derivatives forwards.
             with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
                 # Forward mode compiles its rules by torch.jit.script, too; vmap may loop over some operations.
@@ -139,7 +110,7 @@ class Curvlinops(ForeignBackend):
                 raise self.refusal(what, "an embedding without padding_idx", "padding_idx")
 
     def _factored(
-        self, task: Task, sharing: str, runs: list[tuple[slice, Tensor, int]], loss: nn.Module, scale: float
+        self, task: Task, sharing: str, runs: list[tuple[slice, Tensor]], loss: nn.Module, scale: float
     ) -> Curvature:
         network, n_data = task.network, len(task.outputs)
         private = self.private_copy(network)
@@ -147,7 +118,7 @@ class Curvlinops(ForeignBackend):
         parameters = dict(private.named_parameters())
         lefts: list[list[Tensor]] = [[] for _ in layers]
         rights: list[Tensor] = [torch.ones(1, 1, device=network.device)] * len(layers)  # of a bias alone
-        for outputs_of, targets, seed in runs:
+        for outputs_of, targets in runs:
             model = _Outputs(outputs_of, loss)
             model.private = private
             model.compute = lambda inputs: network.arrange(batches.output_tensor(batches.call(private, inputs)))
@@ -156,9 +127,7 @@ class Curvlinops(ForeignBackend):
                     model,
                     loss,
                     [parameters[name] for name in network.parameter_names],
-                    seed=seed,
-                    fisher_type=_FACTORS[self.kind],
-                    mc_samples=self.n_samples if self.kind == "ggn_mc" else 1,
+                    fisher_type=FisherType.TYPE2,
                     kfac_approx=sharing,
                     num_per_example_loss_terms=1,
                     separate_weight_and_bias=False,
@@ -168,12 +137,8 @@ class Curvlinops(ForeignBackend):
                 factors = operator.state_dict()
             for number, layer in enumerate(layers):
                 key = f"private.{layer.name}" if layer.name else "private"
-                left, right = factors["gradient_covariances"].get(key), factors["input_covariances"].get(key)
-                if left is None or (right is None and layer.call.weight is not None):
-                    expected = "layers that are called as modules, and on which the outputs depend"
-                    what = f"did not see a call of {layer.name!r}"
-                    raise self.refusal(what, expected, "a weight that is used by a function")
-                lefts[number].append(left * scale)
+                right = factors["input_covariances"].get(key)
+                lefts[number].append(factors["gradient_covariances"][key] * scale)
                 rights[number] = rights[number] if right is None else right
         blocks: list[tuple[Any, Any]] = []
         for layer, own, right in zip(layers, lefts, rights, strict=True):

@@ -1,8 +1,8 @@
 """What the adapters of other curvature libraries share: their losses, a private copy of the network, and refusals.
 
 Those libraries know a few losses, watch modules rather than functions, and store hooks and attributes on modules. They
-therefore get a copy that shares only the network's weights. Where they compute something else than
-:class:`~laplace_plus.curvature.native.Native` on the first batch, which both of them see, the adapter refuses.
+therefore get a copy that shares only the network's weights. Where their Gauss-Newton matrix of the first batch is not
+that of :class:`~laplace_plus.curvature.native.Native`, the adapter refuses. Other curvatures are the native backend's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Task:
     structure: Structure
     capture: Capture
     outputs: Tensor
-    generator: torch.Generator | None
 
     def loss_targets(self) -> tuple[Tensor, bool]:
         """Targets as torch's losses take them, and whether some are to be ignored.
@@ -92,27 +91,21 @@ class ForeignBackend(Backend):
         *,
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
-        if total is None:
-            self.check(structure, likelihood)
-            self._compare(network, likelihood, batch, structure)
-        found, outputs = self._curvature(network, likelihood, batch, structure, generator)
-        return found if total is None else total.add_(found), outputs
-
-    def _curvature(
-        self, network: Network, likelihood: Likelihood, batch: Batch, structure: Structure, generator: Any
-    ) -> tuple[Curvature, Tensor]:
+        self.check(structure, likelihood)
         capture = capture_batch(network, batch)
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
+        task = Task(network, likelihood, batch, structure, capture, outputs)
         with self._translated():
-            return self.compute(Task(network, likelihood, batch, structure, capture, outputs, generator)), outputs
+            found = self.compute(task)
+        if total is not None:
+            return total.add_(found), outputs
+        self._compare(found, task)
+        return found, outputs
 
-    def _compare(self, network: Network, likelihood: Likelihood, batch: Batch, structure: Structure) -> None:
-        """Refuse a network for which the library's curvature of a batch is not the native one.
-
-        They are compared as ``vᵀ H v`` for random v; of a sampled kind, its expectation is.
-        """
-        kind = "ggn" if self.kind == "ggn_mc" else self.kind
+    def _compare(self, found: Curvature, task: Task) -> None:
+        """Refuse a network for which ``vᵀ H v`` of a batch, for random v, is not that of the native curvature."""
+        network = task.network
         source = torch.Generator().manual_seed(0)
         vectors = torch.randn(3, network.n_parameters, generator=source, dtype=torch.float64).to(network.vector())
 
@@ -121,9 +114,8 @@ class ForeignBackend(Backend):
             parts = [block.quadratic(weights, layout.gather(vectors)) for layout, block in curvature]
             return torch.stack(parts).double().sum(0)
 
-        native = quadratics(Native(kind).curvature(network, likelihood, batch, structure)[0])
-        with self._translated():
-            mine = quadratics(type(self)(kind)._curvature(network, likelihood, batch, structure, None)[0])
+        native = quadratics(Native().curvature(network, task.likelihood, task.batch, task.structure)[0])
+        mine = quadratics(found)
         if not torch.allclose(mine, native, rtol=torch.finfo(vectors.dtype).eps ** 0.5, atol=1e-30):
             got = f"vᵀ H v of {mine.tolist()}"
             raise self.refusal("computes another curvature for this network", f"the native {native.tolist()}", got)
@@ -134,8 +126,8 @@ class ForeignBackend(Backend):
 
     def refusal(self, what: str, expected: str, got: str) -> UnsupportedError:
         """The error for what the library, unlike the native backend, cannot do; ``what`` follows "The … backend"."""
-        native = 'backend="native"' if self.kind == "ggn" else f'backend=Native(kind="{self.kind}")'
-        return UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=got, fix=f"Use {native}")
+        fix = 'Use backend="native".'
+        return UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=got, fix=fix)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

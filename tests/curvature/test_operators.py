@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from problems import (
     assert_symmetric,
     close,
     dense_ggn,
-    double_precision,
     function_of,
     hessian,
     jacobian_of,
@@ -46,11 +45,7 @@ from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network.network import Network
 from laplace_plus.testing import assert_untouched, snapshot
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    with double_precision():
-        yield
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def logistic(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from problems import (
     assert_symmetric,
     close,
     dense_ggn,
-    double_precision,
     network,
     normal,
     operators,
@@ -46,11 +44,7 @@ from laplace_plus.linalg.matrices import Identity
 from laplace_plus.network.network import Network
 from laplace_plus.testing import assert_untouched, snapshot
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    with double_precision():
-        yield
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def student(outputs: Tensor, labels: Tensor) -> Tensor:

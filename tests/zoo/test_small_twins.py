@@ -18,12 +18,7 @@ from laplace_plus.structured import DenseBlock, DiagonalBlock
 N, FIRST, PRIOR = 5, 3, 0.5
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def plain(architecture: Architecture) -> nn.Module:

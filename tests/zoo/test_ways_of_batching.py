@@ -14,13 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 import laplace_plus as lp
 from laplace_plus.network.batches import call
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def jacobian(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
