@@ -96,6 +96,10 @@ def hessian(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return jacrev(jacrev(function))
 
 
+def ekfac(*args: Any, **options: Any) -> lp.KFAC:
+    return lp.KFAC(*args, eigenvalue_corrected=True, **options)
+
+
 def network(outputs: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()

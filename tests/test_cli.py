@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +35,8 @@ posteriors:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
-    def write_file(name: str, text: str) -> str:
+def write(tmp_path):
+    def write_file(name, text):
         (tmp_path / name).write_text(text, encoding="utf-8")
         return str(tmp_path / name)
 
@@ -45,23 +44,23 @@ def write(tmp_path: Path) -> Callable[[str, str], str]:
 
 
 @pytest.fixture
-def run_digits(write: Callable[[str, str], str], tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any], Path]]:
-    def run(*options: str, folder: str = "out", config: str = RUN) -> tuple[int, dict[str, Any], Path]:
+def run_digits(write, tmp_path):
+    def run(*options, folder="out", config=RUN):
         output = tmp_path / folder
         code = main(["run", write("digits.yaml", config), "--output", str(output), *options])
-        return code, json.loads((output / "metrics.json").read_text(encoding="utf-8")), output
+        return code, report_of(output), output
 
     return run
 
 
-def values(report: dict[str, Any], method: str) -> dict[str, list[float]]:
+def values(report, method):
     return {name: entry["values"] for name, entry in report["methods"][method]["metrics"].items()}
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------
 
 
-def test_run_reports_what_its_own_files_give(run_digits: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_what_its_own_files_give(run_digits, capsys):
     code, report, output = run_digits()
     assert code == 0
     printed = capsys.readouterr()
@@ -92,7 +91,7 @@ def test_run_reports_what_its_own_files_give(run_digits: Callable, capsys: pytes
         assert found["negative_log_likelihood"] == [pytest.approx(nll, rel=1e-4)]
         assert report["methods"][label]["metrics"]["brier_score"]["standard_error"] is None
 
-    def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    def entropy(probabilities: torch.Tensor):
         return torch.distributions.Categorical(probabilities).entropy()
 
     auroc = float(metrics.ood_auroc(entropy(point), entropy(unknown)))
@@ -141,7 +140,11 @@ def likelihood():
 """
 
 
-def wrap_config(module: str, output: Path, **keys: Any) -> str:
+def report_of(folder):
+    return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+
+
+def wrap_config(module, output, **keys):
     config = {
         "model": f"{module}:model",
         "train_data": f"{module}:data",
@@ -155,7 +158,7 @@ def wrap_config(module: str, output: Path, **keys: Any) -> str:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", pytest.param("pt", marks=pytest.mark.slow)])
-def test_wrap_a_classifier_with_a_checkpoint(write: Callable[[str, str], str], tmp_path: Path, suffix: str) -> None:
+def test_wrap_a_classifier_with_a_checkpoint(write, tmp_path, suffix):
     name = f"wrapped_classifier_{suffix}"
     write(f"{name}.py", CLASSIFIER)
     torch.manual_seed(3)
@@ -179,13 +182,9 @@ def test_wrap_a_classifier_with_a_checkpoint(write: Callable[[str, str], str], t
     assert sys.path == path
     assert torch.equal(torch.random.get_rng_state(), random_state)
 
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
-    sys.path.insert(0, str(tmp_path))
-    try:
-        module = __import__(name)
-    finally:
-        sys.path.remove(str(tmp_path))
-    inputs, targets = (torch.cat(parts) for parts in zip(*module.data(seed=1), strict=True))
+    report = report_of(tmp_path / "out")
+    module = runpy.run_path(str(tmp_path / f"{name}.py"))
+    inputs, targets = (torch.cat(parts) for parts in zip(*module["data"](seed=1), strict=True))
     for label, predicted in (
         ("MAP", model(inputs).detach().double().softmax(1)),
         ("KFAC", lp.load(tmp_path / "out" / "posterior-kfac", model).predictive(inputs).mean.double()),
@@ -198,28 +197,21 @@ def test_wrap_a_classifier_with_a_checkpoint(write: Callable[[str, str], str], t
     assert (tmp_path / "out" / "posterior-full").is_file()
 
 
-def test_wrap_a_regression(
-    write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrap_a_regression(write, tmp_path, capsys):
     write("wrapped_regressor.py", REGRESSOR)
     config = wrap_config("wrapped_regressor", tmp_path / "out", likelihood="wrapped_regressor:likelihood")
     assert main(["wrap", write("wrap.yaml", config)]) == 0
     printed = capsys.readouterr().out
     assert "RMSE" in printed
     assert "CRPS" in printed
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    report = report_of(tmp_path / "out")
     assert not (tmp_path / "out" / "reliability.png").exists()
     for picture in ("coverage.png", "prediction.png"):
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
     (tuned,) = report["methods"]["Full"]["tuned"]
     assert tuned["noise_std"] == pytest.approx(0.1, rel=0.3)  # what the data were made with; tuning started at 0.3
 
-    sys.path.insert(0, str(tmp_path))
-    try:
-        module = __import__("wrapped_regressor")
-    finally:
-        sys.path.remove(str(tmp_path))
-    ((x, y),) = module.data(seed=1)
+    ((x, y),) = runpy.run_path(str(tmp_path / "wrapped_regressor.py"))["data"](seed=1)
     found = values(report, "MAP")
     # The network's own prediction is scored with the noise level that tuning found.
     normal = torch.distributions.Normal(2 * x - 1, tuned["noise_std"])
@@ -251,13 +243,11 @@ class Ball(lp.Posterior):
 """
 
 
-def test_wrap_with_a_posterior_of_ones_own(
-    write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrap_with_a_posterior_of_ones_own(write, tmp_path, capsys):
     write("wrapped_own.py", CLASSIFIER)
     write("own_posterior.py", THIRD_PARTY)
 
-    def config(**keys: Any) -> str:
+    def config(**keys):
         entry = {"class": "own_posterior:Ball", "predict": {"n_samples": 7}, **keys}
         return write("wrap.yaml", wrap_config("wrapped_own", tmp_path / "out", posteriors=[entry]))
 
@@ -265,34 +255,26 @@ def test_wrap_with_a_posterior_of_ones_own(
     assert "no option 'size'" in refused(["wrap", config(tune=False, size=3)], capsys)
     assert main(["wrap", config(tune=False, radius=0.2)]) == 0
     assert (tmp_path / "out" / "posterior-ball").is_file()
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    report = report_of(tmp_path / "out")
     assert values(report, "Ball").keys() == values(report, "MAP").keys()
     assert values(report, "Ball") != values(report, "MAP")
     assert report["methods"]["Ball"]["tuned"] == [{"prior_precision": 1.0}]
 
 
-def test_the_example_configuration_works_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_configuration_works_as_it_is(tmp_path, monkeypatch):
     configuration = Path(__file__).parents[1] / "configs" / "wrap_example.yaml"
     monkeypatch.chdir(tmp_path)
     assert main(["wrap", str(configuration)]) == 0
-    report = json.loads((tmp_path / "runs" / "wrap_example" / "metrics.json").read_text(encoding="utf-8"))
+    report = report_of(tmp_path / "runs" / "wrap_example")
     assert values(report, "MAP")["root_mean_squared_error"][0] < 0.25  # the noise alone is 0.2
     # The network's own noise level is the same everywhere; its posterior knows where there were no data.
     assert values(report, "MAP")["ood_auroc"] == [0.5]
     assert values(report, "KFAC")["ood_auroc"][0] > 0.9
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "subnetwork",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("metric_bnn", "null_space", "riemannian", "viking")),
-    ],
-)
+@pytest.mark.parametrize("name", ["subnetwork", "metric_bnn", "null_space", "riemannian", "viking"])
 @pytest.mark.slow
-def test_the_other_configurations_work_with_smaller_numbers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_configurations_work_with_smaller_numbers(name, tmp_path, monkeypatch):
     folder = Path(__file__).parents[1] / "configs"
     config = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     config["model_kwargs"] = {"hidden": 10 if name == "subnetwork" else 4, "n_steps": 100}
@@ -309,14 +291,14 @@ def test_the_other_configurations_work_with_smaller_numbers(
     shutil.copy(folder / "example_module.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["wrap", "small.yaml"]) == 0
-    report = json.loads((tmp_path / "runs" / name / "metrics.json").read_text(encoding="utf-8"))
+    report = report_of(tmp_path / "runs" / name)
     labels = [entry["label"] for entry in config["posteriors"]]
     assert list(report["methods"]) == ["MAP", *labels]
     assert all(math.isfinite(values(report, label)["negative_log_likelihood"][0]) for label in labels)
 
 
 @pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
-def test_tuning_by_validation_uses_the_validation_data(write: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_tuning_by_validation_uses_the_validation_data(write, tmp_path):
     write("wrapped_validation.py", CLASSIFIER)
     keys = {"posteriors": [{"class": "Full", "tune": {"method": "validation"}}]}
     without = wrap_config("wrapped_validation", tmp_path / "out", **keys)
@@ -329,11 +311,8 @@ def test_tuning_by_validation_uses_the_validation_data(write: Callable[[str, str
         **keys,
     )
     assert main(["wrap", write("with.yaml", config)]) == 0
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    report = report_of(tmp_path / "out")
     assert math.isfinite(report["methods"]["Full"]["tuned"][0]["prior_precision"])
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------
@@ -352,10 +331,10 @@ def halved(batch):
 
 
 @pytest.fixture
-def saved(write: Callable[[str, str], str], tmp_path: Path) -> Callable[..., tuple[lp.KFAC, list[str]]]:
+def saved(write, tmp_path):
     """A saved posterior, and what to call with."""
 
-    def make(likelihood: str = "classification", outputs: int = 3, size: int = 2) -> tuple[lp.KFAC, list[str]]:
+    def make(likelihood="classification", outputs=3, size=2):
         write("saved_network.py", SAVED)
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Linear(size, outputs))
@@ -375,7 +354,7 @@ def saved(write: Callable[[str, str], str], tmp_path: Path) -> Callable[..., tup
     return make
 
 
-def test_predictions_of_a_table(saved: Callable, write: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_predictions_of_a_table(saved, write, tmp_path):
     posterior, command = saved()
     x = torch.tensor([[0.5, -1.0], [2.0, 1e-3], [3.0, 4.0]])
     text = "\n".join(",".join(map(repr, row)) for row in x.tolist())
@@ -391,7 +370,7 @@ def test_predictions_of_a_table(saved: Callable, write: Callable[[str, str], str
         torch.testing.assert_close(found[:, 3:6], wanted[:, 3:6], rtol=1, atol=0.05)  # by Monte Carlo
 
 
-def test_predictions_of_arrays(saved: Callable, tmp_path: Path) -> None:
+def test_predictions_of_arrays(saved, tmp_path):
     posterior, command = saved("regression", outputs=1)
     x = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
     np.savez(tmp_path / "in.npz", x=x.double().numpy())
@@ -405,7 +384,7 @@ def test_predictions_of_arrays(saved: Callable, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found["entropy"]), prediction.entropy())
 
 
-def test_predictions_of_a_folder_of_images(saved: Callable, tmp_path: Path) -> None:
+def test_predictions_of_a_folder_of_images(saved, tmp_path):
     image = pytest.importorskip("PIL.Image")
     posterior, command = saved(size=4 * 5)
     pixels = torch.randint(0, 256, (3, 4, 5), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -421,9 +400,7 @@ def test_predictions_of_a_folder_of_images(saved: Callable, tmp_path: Path) -> N
     torch.testing.assert_close(torch.tensor([[float(n) for n in row[1:4]] for row in rows]), wanted)
 
 
-def test_inputs_that_cannot_be_read_are_refused(
-    saved: Callable, write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inputs_that_cannot_be_read_are_refused(saved, write, tmp_path, capsys):
     _, command = saved()
     for inputs in (str(tmp_path / "none.csv"), write("words.csv", "a,b\nc,d\n"), write("empty.csv", ""), str(tmp_path)):
         message = refused([*command, "--inputs", inputs, "--output", str(tmp_path / "o.csv")], capsys)
@@ -432,7 +409,10 @@ def test_inputs_that_cannot_be_read_are_refused(
     assert "*.csv, *.npz" in message
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refused(arguments, capsys):
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -455,7 +435,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["wrap"], "model"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(arguments, message, capsys):
     assert message in refused(arguments, capsys)
 
 
@@ -472,13 +452,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
         ({"posteriors": [{"class": "Full", "predict": {"speed": 1}}]}, "no option 'speed'"),
     ],
 )
-def test_bad_configurations_of_wrap(
-    keys: dict[str, Any],
-    message: str,
-    write: Callable[[str, str], str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_configurations_of_wrap(keys, message, write, tmp_path, capsys):
     write("wrapped_wrongly.py", CLASSIFIER)
     config = wrap_config("wrapped_wrongly", tmp_path / "out", **keys)
     assert message in refused(["wrap", write("wrap.yaml", config)], capsys)
@@ -487,14 +461,12 @@ def test_bad_configurations_of_wrap(
 class Surprise:
     """Runs code when it is unpickled."""
 
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+    def __reduce__(self):
         return pytest.fail, ("the checkpoint was unpickled",)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "garbage", "garbage as safetensors"])
-def test_checkpoints_that_are_refused(
-    kind: str, write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_that_are_refused(kind, write, tmp_path, capsys):
     write("wrapped_checkpoint.py", CLASSIFIER)
     checkpoint = tmp_path / ("weights.safetensors" if kind.endswith("safetensors") else "weights.pt")
     if kind == "pickle":

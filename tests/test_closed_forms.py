@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from problems import gaussian_evidence, relative_error
+from problems import ekfac, gaussian_evidence, relative_error
 from scipy.optimize import minimize_scalar
 from torch import nn
 from torch.distributions import MultivariateNormal
@@ -19,10 +19,6 @@ from laplace_plus.errors import UnsupportedError
 EXACT = 1e-10
 
 N, D = 17, 3
-
-
-def ekfac(*args, **kwargs):
-    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
 
 
 class LinearRegression:

@@ -8,17 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import categorical_hessian, ggn, jacobian, relative_error
+from problems import categorical_hessian, ekfac, ggn, jacobian, relative_error
 from scipy.stats import t as student
 from torch import nn
 
 import laplace_plus as lp
 
 ROUNDING = 1e-12  # float64 sums of some hundred terms
-
-
-def ekfac(*args, **kwargs):
-    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
 
 
 def reduce(*args, **kwargs):

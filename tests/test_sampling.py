@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from problems import ekfac
 from scipy.stats import chi2, norm
 from torch import nn
 
@@ -14,10 +15,6 @@ import laplace_plus as lp
 N_DRAWS = 20_000
 LEVEL = 1e-6
 """Chance with which a correct sampler would fail a test (the seeds are fixed, so it either does or does not)."""
-
-
-def ekfac(*args, **kwargs):
-    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
 
 
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "EKFAC": ekfac, "Diagonal": lp.Diagonal}

@@ -6,17 +6,13 @@ import warnings
 
 import pytest
 import torch
-from problems import relative_error
+from problems import ekfac, relative_error
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning, LabelError, NoGainWarning, OutputError, SelectionError
 
 EXACT = 1e-11  # float64, small networks
-
-
-def ekfac(*args, **kwargs):
-    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
 
 
 def null_space(*args, **kwargs):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import occam
+from problems import ekfac, occam
 from scipy.optimize import minimize
 from torch import nn
 
@@ -297,10 +297,6 @@ def counted(monkeypatch):
 
 # Decompositions by class: one of the whole matrix, two sides of two layers, none.
 ONCE = {"Full": 1, "KFAC": 4, "EKFAC": 4, "Diagonal": 0}
-
-
-def ekfac(*args, **kwargs):
-    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])

@@ -6,15 +6,11 @@ import math
 
 import pytest
 import torch
+from problems import ekfac
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-
-
-def ekfac(*args, **kwargs):
-    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
-
 
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "EKFAC": ekfac, "Diagonal": lp.Diagonal}
 STRUCTURES = {"Full": 3, "KFAC": 2, "EKFAC": 2, "Diagonal": 3}

@@ -216,8 +216,7 @@ def test_the_oracle_of_kronecker_factors_has_work_to_do(name):
     assert kronecker_oracle(named(name))
 
 
-@each
-@pytest.mark.slow
+@each_typical
 def test_eigenvalue_corrected_trace(architecture):
     posterior = fitted(lp.KFAC, architecture, eigenvalue_corrected=True)
     _, curvature = selected(architecture, posterior.parameter_names)
