@@ -111,7 +111,22 @@ class _Recorder(TorchFunctionMode):
         self.moves_rows = self.cuts_off = self.packed = False
         self.widest = 0
         # Ids of the inputs and of all that was computed from them; None where these cannot be told.
-        self.from_inputs = _ids_of(inputs)
+        self.from_inputs: set[int] | None = set()
+        waiting = [inputs]
+        while waiting and self.from_inputs is not None:
+            item = waiting.pop()
+            if isinstance(item, Tensor):
+                self.from_inputs.add(id(item))
+            elif isinstance(item, (tuple, list)):  # also a PackedSequence
+                waiting.extend(item)
+            elif isinstance(item, Mapping):
+                waiting.extend(item.values())
+            elif item is not None and not isinstance(item, (bool, int, float, str)):
+                self.from_inputs = None
+
+    def find(self, value: Any) -> ParameterRows | None:
+        """What a tensor is of which parameter; None for anything else."""
+        return self.rows.get(id(value))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,69 +139,58 @@ class _Recorder(TorchFunctionMode):
                 self.packed = packed
         tensors = tensors_in((args, kwargs) if kwargs else args)
         used = tuple(filter(None, map(self.rows.get, map(id, tensors))))
-        call = self._described(func, used, args, kwargs) if used and func in RULES else None
-        if call is not None:
-            self.uses += map(_NAME, used)
-            call.version = call.value._version if call.rows and torch.is_grad_enabled() else 0
         output = func(*args, **kwargs)
         if self.tables:
             self._note_tables(func, tensors, kwargs, output)
-        if call is not None:
-            self._record(call, output)
-        elif used:
+        if used and (func not in RULES or not self._is_recorded(func, used, args, kwargs, output)):
             self._note_other_use(func, used, output)
-        elif func in _DETACHING:
+        elif not used and func in _DETACHING:
             self.cuts_off = self.cuts_off or any(tensor.requires_grad for tensor in tensors)
         self._note_moves(func, args, tensors, output)
         if isinstance(output, Tensor) and output.requires_grad:
             self.widest = max(self.widest, output.numel() * output.element_size())
         return output
 
-    def _described(self, func: Any, used: tuple[ParameterRows, ...], args: Any, kwargs: Any) -> Call | None:
-        """The call as its rule describes it, with what of it is selected; or None."""
+    def _is_recorded(self, func: Any, used: tuple[ParameterRows, ...], args: Any, kwargs: Any, output: Tensor) -> bool:
+        """Note a call as its rule describes it, if any of its parameters is selected; False for other uses."""
         try:
             with nullcontext() if self.keep_graph else torch.no_grad():
-                call = RULES[func](lambda value: self.rows.get(id(value)), *args, **kwargs)
+                call = RULES[func](self.find, *args, **kwargs)
             if call is not None and not isinstance(call, Call):
                 raise TypeError(f"it returned {call!r}")
         except torch.OutOfMemoryError:
             raise
         except (*NETWORK_ERRORS, ArithmeticError) as error:  # not what a signal handler raises
-            func(*args, **kwargs)  # where the function fails, too, the network is to blame
             what = f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}"
             fix = "Correct the rule that was given to laplace_plus.curvature.register_rule."
             got = type(error).__name__
             raise ConfigurationError(what, expected="a rule that returns a Call or None", got=got, fix=fix) from error
         # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
         if call is None or (used != call.rows and not {*map(_NAME, call.rows)} >= {*map(_NAME, used)}):
-            return None
+            return False
+        self.uses += map(_NAME, used)
         if call.weight is not None and call.weight.name not in self.wanted:
             call.weight = None
         if call.bias is not None and call.bias.name not in self.wanted:
             call.bias = None
-        return call
-
-    def _record(self, call: Call, output: Tensor) -> None:
-        """Note a call, if any of its parameters is selected."""
         if not call.rows:
-            return
+            return True
         if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
             self.cuts_off = True
-            return
-        if torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transformations
+        elif torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transformations
             self.uncovered.update(map(_NAME, call.rows))
-            return
-        call.edge = get_gradient_edge(output)
-        call.packed = self.packed
-        call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
-        if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
-            call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
-        if not self.keep_graph:
-            call.value = call.value.detach()
-        self.calls.append(call)
-        if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
-            self.tables[id(output)] = [call]
-            self.alive.append(output)
+        else:
+            call.version, call.edge, call.packed = call.value._version, get_gradient_edge(output), self.packed
+            call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
+            if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
+                call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
+            if not self.keep_graph:
+                call.value = call.value.detach()
+            self.calls.append(call)
+            if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
+                self.tables[id(output)] = [call]
+                self.alive.append(output)
+        return True
 
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:
@@ -226,21 +230,6 @@ class _Recorder(TorchFunctionMode):
             known.update(map(id, tensors_in(args[:1] if output is None else output)))
 
 
-def _ids_of(inputs: Any) -> set[int] | None:
-    found, waiting = set[int](), [inputs]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Tensor):
-            found.add(id(item))
-        elif isinstance(item, (tuple, list)):  # also a PackedSequence
-            waiting.extend(item)
-        elif isinstance(item, Mapping):
-            waiting.extend(item.values())
-        elif item is not None and not isinstance(item, (bool, int, float, str)):
-            return None
-    return found
-
-
 class Capture:
     """One forward pass of a batch, and the gradients to be had from it.
 
@@ -252,6 +241,7 @@ class Capture:
     Attributes:
         output_shape, n_examples: ``[B, *, C]`` in any case, and B or B'.
         calls: The recorded calls, in order.
+        groups: Numbers of the calls of each block, which use the same weight and bias.
         uncovered: Selected parameters with some use that no rule describes.
         uses: Names of parameters in the order of their use.
         leaves: The selected parameters of this pass.
@@ -286,8 +276,10 @@ class Capture:
             self._look_whether_pointwise()
         self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
         self.n_examples = len(self.outputs)
+        self.groups: dict[tuple[ParameterRows, ...], list[int]] = {}
         self.cotangent_bytes = 0  # about the memory of one cotangent's backward pass
-        for call in self.calls:
+        for number, call in enumerate(self.calls):
+            self.groups.setdefault(call.rows, []).append(number)
             self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like["dtype"].itemsize
         self.cotangent_bytes = max(self.cotangent_bytes, 0 if self.pointwise else 2 * recorder.widest)
 
@@ -297,7 +289,7 @@ class Capture:
             outputs = self.graph_outputs.flatten(0, -2) if self.graph_outputs.ndim > 1 else self.graph_outputs
         n, probe = len(outputs), generic(outputs)
         probe[:, 0] = (torch.arange(n, device=probe.device) + 1) / max(1, n)  # no two rows are alike
-        (found,) = self._backward(probe.view(self.output_shape)[None], self.calls)
+        (found,) = self.gradients(probe.view(self.output_shape)[None])
         found = found[0].movedim(self.calls[0].feature_axis, -1)
         found = found.flatten(0, -2) if found.ndim > 1 else found[None]
         if found.shape != probe.shape:
@@ -319,9 +311,6 @@ class Capture:
             lead, axis = [*self.calls[0].output_shape], self.calls[0].feature_axis
             del lead[axis]
             return [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))]
-        return self._backward(cotangents, calls)
-
-    def _backward(self, cotangents: Tensor, calls: Sequence[Call]) -> list[Tensor]:
         found: Any = [(None,)] * len(calls)
         if self.graph_outputs.requires_grad and calls:
             options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}

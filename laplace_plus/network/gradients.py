@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.calls import FIRST, Call
+from laplace_plus.network.calls import Call
 from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.invariant import examined, groups_of, use_gradients
+from laplace_plus.network.invariant import examined, use_gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
 from laplace_plus.structured.chunks import slices
@@ -71,13 +70,17 @@ class Gradients:
         self._rows = found.rows
         key = tuple(map(_KIND, capture.calls)), found.general, found.unused, frozenset(capture.uncovered)
         if key not in network.layouts:
-            network.layouts[key] = _plans(network, capture.calls, found.general)
+            network.layouts[key] = _plans(network, capture, found.general)
         self.layouts: list[Layout] = []
         self._plans: list[_Plan] = []
+        self._joint: dict[int, Call] = {}  # calls by their numbers, and those of which each example goes by itself
+        self._apart: dict[int, Call] = {}
         for plan in network.layouts[key]:
             self.layouts.append(plan.layout)
             if not found.unused.issuperset(plan.layout.names):
                 self._plans.append(plan)
+                for member in plan.members:
+                    (self._apart if self._rows[member] is None else self._joint)[member] = capture.calls[member]
 
     def blocks(
         self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
@@ -91,12 +94,15 @@ class Gradients:
         if not set(map(_KEY, layouts)).issubset(map(_KEY, self.layouts)):
             yield from self._regrouped(cotangents, layouts)
             return
-        gradients = self._output_gradients(cotangents)
+        self.capture.frees = self.capture.frees and not self._apart
+        gradients = dict(zip(self._joint, self.capture.gradients(cotangents, [*self._joint.values()]), strict=True))
+        if self._apart:
+            gradients |= self._gradients_apart(cotangents)
         general: dict[str, Tensor] | None = None
         for plan in self._plans:
             uses: list[ExampleGradients] = []
             for number in plan.members:
-                uses.append(self._use(number, gradients[number]))
+                uses.append(use_gradients(self.capture, number, self._rows[number], gradients[number]))
             if not uses:
                 general = self._general_gradients(cotangents) if general is None else general
                 # A parameter may be 0-d.
@@ -106,45 +112,18 @@ class Gradients:
             chosen = plan.chosen
             yield plan.layout, total if chosen is None else SelectedGradients(total, chosen.to(total.device))
 
-    def _output_gradients(self, cotangents: Tensor) -> dict[int, Tensor]:
-        """By the numbers of calls: gradients ``[V, *output shape]``, or ``[V, B, *output shape]`` of examples alone."""
-        joint: dict[int, Call] = {}
-        apart: dict[int, Call] = {}
-        for plan in self._plans:
-            for member in plan.members:
-                (apart if self._rows[member] is None else joint)[member] = self.capture.calls[member]
-        self.capture.frees = self.capture.frees and not apart
-        found = dict(zip(joint, self.capture.gradients(cotangents, [*joint.values()]), strict=True))
-        if not apart:
-            return found
-        chosen, size = [*apart.values()], cotangents.shape[1]
-        each = sum(call.output_shape.numel() * call.output_like["dtype"].itemsize for call in chosen)
+    def _gradients_apart(self, cotangents: Tensor) -> dict[int, Tensor]:
+        """Gradients ``[V, B, *output shape]`` of each example's own outputs in all rows, by the numbers of calls."""
+        calls, size = [*self._apart.values()], cotangents.shape[1]
+        each = sum(call.output_shape.numel() * call.output_like["dtype"].itemsize for call in calls)
         parts = []
         for some in slices(size, len(cotangents) * each, COTANGENT_BYTES):
             number = torch.arange(some.start, some.stop, device=cotangents.device)
             own = cotangents.new_zeros(len(cotangents), len(number), *cotangents.shape[1:])
             own[:, number - some.start, number] = cotangents[:, some]
-            rows = self.capture.gradients(own.flatten(0, 1), chosen)
+            rows = self.capture.gradients(own.flatten(0, 1), calls)
             parts.append([row.unflatten(0, own.shape[:2]) for row in rows])
-        return found | dict(zip(apart, [torch.cat(part, 1) for part in zip(*parts, strict=True)], strict=True))
-
-    def _use(self, number: int, gradient: Tensor) -> ExampleGradients:
-        """The gradients of one call."""
-        call, capture = self.capture.calls[number], self.capture
-        if call.value._version != call.version:
-            what = f"The network writes into the input of {call.rows[0].name!r} after it was used."
-            expected = "inputs of layers that stay as they are, which training needs, too"
-            fix = "Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection."
-            raise UnsupportedError(what, expected=expected, got="a tensor that was modified in place", fix=fix)
-        if not capture.pointwise:
-            return use_gradients(call, self._rows[number], gradient, capture.output_shape[0])
-        use, order = call.gradients(gradient, call.output_shape[0], FIRST), capture.order
-        if not isinstance(use, OuterGradients) or (use.n_positions == 1 and order is None):
-            return use
-        every = slice(0, use.n_examples)  # each position is an example
-        right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)
-        right, left = (right, left) if order is None else (right[order], left[:, order])
-        return OuterGradients(right[:, None], left[:, :, None])
+        return dict(zip(self._apart, [torch.cat(part, 1) for part in zip(*parts, strict=True)], strict=True))
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
@@ -186,44 +165,42 @@ class Gradients:
         return slices(n_cotangents, each, COTANGENT_BYTES)
 
 
-def _plans(network: Network, calls: Sequence[Call], general: frozenset[str]) -> list[_Plan]:
+def _plans(network: Network, capture: Capture, general: frozenset[str]) -> list[_Plan]:
     """The blocks, in the order of their first use; last come the parameters without calls."""
-    plans: list[_Plan] = []
+    found: dict[str, tuple[tuple[str, ...], Call | None, tuple[int, ...]]] = {}
     covered: set[str] = set()
-    for rows, members in groups_of(calls).items():
-        names, key = set(map(_NAME, rows)), ""
+    for rows, members in capture.groups.items():
+        names, key = tuple(dict.fromkeys(map(_NAME, rows))), ""
         for part in rows:
             key += ("+" if key else "") + (f"{part.name}[{part.start}:]" if part.start else part.name)
         if general.isdisjoint(names):
-            plans.append(_plan(network, key, tuple(dict.fromkeys(map(_NAME, rows))), calls[members[0]], tuple(members)))
-            covered |= names
+            call = capture.calls[members[0]]
+            call = replace(call, value=call.value.new_empty(0))  # the captured input must not be kept alive
+            found[f"{key} ({call.rule})"] = names, call, tuple(members)
+            covered.update(names)
     for name in network.parameter_names:
         if name not in covered:
-            plans.append(_plan(network, name, (name,), None, ()))
+            found[f"{name} ({GENERAL})"] = (name,), None, ()
+    plans: list[_Plan] = []
+    for key, (names, one, numbers) in found.items():
+        rule, items, whole = GENERAL if one is None else one.rule, list[Selected](), dict[str, Tensor]()
+        for item in network.selected:
+            if item.name in names:
+                items.append(item)
+                if item.mask is None:
+                    whole[item.name] = torch.empty((), dtype=torch.bool).expand(item.shape)
+        if one is not None and len(whole) == len(items):
+            later = partial(_index, one, items, network.offsets)
+            plans.append(_Plan(Layout(key, names, rule, later, one.index(whole).shape), numbers, None))
+            continue
+        index = _index(one, items, network.offsets)
+        chosen = (index.flatten() >= 0).nonzero().squeeze(-1)
+        if one is not None and len(chosen) == index.numel():
+            plans.append(_Plan(Layout(key, names, rule, index), numbers, None))
+        else:
+            layout = Layout(key, names, GENERAL, index.flatten()[chosen][None, None])
+            plans.append(_Plan(layout, numbers, None if len(chosen) == index.numel() else chosen))
     return plans
-
-
-def _plan(network: Network, key: str, names: tuple[str, ...], call: Call | None, members: tuple[int, ...]) -> _Plan:
-    rule = GENERAL if call is None else call.rule
-    key = f"{key} ({rule})"
-    items: list[Selected] = []
-    empty: dict[str, Tensor] = {}
-    for item in network.selected:
-        if item.name in names:
-            items.append(item)
-            if item.mask is None:
-                empty[item.name] = torch.empty((), dtype=torch.bool).expand(item.shape)
-    if call is not None:
-        call = replace(call, value=call.value.new_empty(0))  # the captured input must not be kept alive
-        if len(empty) == len(items):
-            index_later = partial(_index, call, items, network.offsets)
-            return _Plan(Layout(key, names, rule, index_later, call.index(empty).shape), members, None)
-    index = _index(call, items, network.offsets)
-    if call is not None and bool((index >= 0).all()):
-        return _Plan(Layout(key, names, rule, index), members, None)
-    chosen = (index.flatten() >= 0).nonzero().squeeze(-1)
-    layout = Layout(key, names, GENERAL, index.flatten()[chosen][None, None])
-    return _Plan(layout, members, None if len(chosen) == index.numel() else chosen)
 
 
 def _index(call: Call | None, items: Sequence[Selected], offsets: dict[str, int]) -> Tensor:

@@ -46,7 +46,7 @@ class Examined:
     rows: tuple[Rows, ...]
     general: frozenset[str]
     unused: frozenset[str]
-    unreached: frozenset[str]
+    unreached: set[str]
 
 
 def examined(network: Network, capture: Capture) -> Examined:
@@ -80,7 +80,13 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     weighted = cotangent * weights.to(outputs.dtype).view(-1, *[1] * (outputs.ndim - 1))
     plain: dict[str, Any] = capture.parameter_gradients(weighted)
     before, after = capture.gradients(cotangent[None]), capture.gradients(weighted[None])
-    rounding = _rounding(network, capture)
+    # How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute.
+    rounding = _ROUNDING.get(outputs.dtype, 0.2)
+    for call in capture.calls:
+        rounding = max(rounding, _ROUNDING.get(call.output_like["dtype"], 0.2))
+    for parameter in network.held.parameters.values():
+        if parameter.is_floating_point():
+            rounding = max(rounding, _ROUNDING.get(parameter.dtype, 0.2))
     is_finite = bool(torch.isfinite(outputs.detach().sum()))  # or else the caller's error is about that
     is_certain = is_finite  # and a derivative reaches every call
     rows: list[Rows] = []
@@ -93,15 +99,17 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         is_certain = is_certain and bool(first.any())
         if rows[-1] is None:
             costly.add(call.rows[0].name)
-    unreached = frozenset(name for name, gradient in plain.items() if gradient is None)
-    for name in unreached:
-        plain[name] = torch.zeros_like(capture.leaves[name])
+    unreached = set[str]()
+    for name, gradient in plain.items():
+        if gradient is None:
+            unreached.add(name)
+            plain[name] = torch.zeros_like(capture.leaves[name])
     if capture.cuts_off:
         _warn_of_lost(network, capture, unreached)
-    groups, general, missed = groups_of(capture.calls), set[str](), set[str]()
+    general, missed = set[str](), set[str]()
     if len({*parts}) < len(parts):  # some parameter has several uses
-        general = _not_together(capture.calls, groups)
-    for numbers in groups.values() if is_finite else ():
+        general = _not_together(capture)
+    for numbers in capture.groups.values() if is_finite else ():
         if general.isdisjoint(map(_NAME, capture.calls[numbers[0]].rows)):
             missed |= _missed(capture, numbers, rows, (before, after), weights, plain, rounding)
     network.missed |= missed
@@ -109,7 +117,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     if n > 1 and not network.warned.issuperset(costly):
         _warn_of_price(network, n, sorted(costly - network.warned))
     general |= network.missed
-    return Examined(tuple(rows), frozenset(general), unreached.difference(parts), unreached), is_certain
+    return Examined(tuple(rows), frozenset(general), frozenset(unreached.difference(parts)), unreached), is_certain
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -149,17 +157,6 @@ def _order(first: Tensor, second: Tensor, weights: Tensor, rounding: float) -> T
     return owners.argsort(stable=True)
 
 
-def _rounding(network: Network, capture: Capture) -> float:
-    """How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute."""
-    rounding = _ROUNDING.get(capture.graph_outputs.dtype, 0.2)
-    for call in capture.calls:
-        rounding = max(rounding, _ROUNDING.get(call.output_like["dtype"], 0.2))
-    for parameter in network.held.parameters.values():
-        if parameter.is_floating_point():
-            rounding = max(rounding, _ROUNDING.get(parameter.dtype, 0.2))
-    return rounding
-
-
 def _close(found: Tensor, expected: Tensor, rounding: float) -> bool:
     return not expected.numel() or bool((found - expected).abs().max() <= rounding * expected.abs().max())
 
@@ -167,25 +164,33 @@ def _close(found: Tensor, expected: Tensor, rounding: float) -> bool:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def use_gradients(call: Call, rows: Rows, gradient: Tensor, n_examples: int) -> ExampleGradients:
+def use_gradients(capture: Capture, number: int, rows: Rows, gradient: Tensor) -> ExampleGradients:
     """A call's per-example gradients from output gradients ``[V, *output shape]``; of examples alone ``[V, B, …]``."""
+    call = capture.calls[number]
+    if call.value._version != call.version:
+        what = f"The network writes into the input of {call.rows[0].name!r} after it was used."
+        expected = "inputs of layers that stay as they are, which training needs, too"
+        fix = "Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection."
+        raise UnsupportedError(what, expected=expected, got="a tensor that was modified in place", fix=fix)
+    if capture.pointwise:  # each position is an example
+        use, order = call.gradients(gradient, call.output_shape[0], FIRST), capture.order
+        if not isinstance(use, OuterGradients) or (use.n_positions == 1 and order is None):
+            return use
+        every = slice(0, use.n_examples)
+        right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)
+        right, left = (right, left) if order is None else (right[order], left[:, order])
+        return OuterGradients(right[:, None], left[:, :, None])
     if rows is None:
         return call.alone(gradient)
+    n_examples = capture.output_shape[0]
     if isinstance(rows, Tensor):
         return call.reordered(gradient, rows.to(gradient.device), n_examples)
     return call.gradients(gradient, n_examples, rows)
 
 
-def groups_of(calls: Sequence[Call]) -> dict[tuple[ParameterRows, ...], list[int]]:
-    """Numbers of the calls of each block, which use the same weight and bias."""
-    groups: dict[tuple[ParameterRows, ...], list[int]] = {}
-    for number, call in enumerate(calls):
-        groups.setdefault(call.rows, []).append(number)
-    return groups
-
-
-def _not_together(calls: Sequence[Call], groups: dict[tuple[ParameterRows, ...], list[int]]) -> set[str]:
+def _not_together(capture: Capture) -> set[str]:
     """Parameters with uses that do not fit the others, which take the general path altogether."""
+    calls, groups = capture.calls, capture.groups
     claims: dict[str, list[tuple[ParameterRows, ...]]] = {}  # of each parameter, the groups that use it
     for rows in groups:
         for part in rows:
@@ -218,10 +223,10 @@ def _missed(
     for number in numbers:
         call = capture.calls[number]
         before, after = gradients[0][number].detach(), gradients[1][number].detach()
-        if capture.pointwise or rows[number] is None:  # the rows are right by construction: all of them as one example
+        if rows[number] is None:  # each example's own gradients would take B backward passes: all rows as one example
             own = _weighted_sum(call.alone(after[:, None]), weights.new_ones(1))
         else:
-            own = _weighted_sum(use_gradients(call, rows[number], before, len(weights)), weights)
+            own = _weighted_sum(use_gradients(capture, number, rows[number], before), weights)
         total = total.to(own) + own
     wanted = one.index(plain).to(total)
     if not bool(torch.isfinite(wanted.sum())):  # whoever takes these gradients says so
@@ -249,7 +254,7 @@ def _weighted_sum(gradients: ExampleGradients, weights: Tensor) -> Tensor:
 # -- what the user should know -----------------------------------------------------------------------------------------
 
 
-def _warn_of_lost(network: Network, capture: Capture, unreached: frozenset[str]) -> None:
+def _warn_of_lost(network: Network, capture: Capture, unreached: set[str]) -> None:
     """Warn of parameters that are used, but past any derivative; UnsupportedError if these are all."""
     lost = [name for name in network.parameter_names if name in unreached and name in capture.uses]
     listed = ", ".join(map(repr, lost[:4])) + (" …" if len(lost) > 4 else "")  # noqa: PLR2004

@@ -6,7 +6,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -63,30 +63,12 @@ def ambient_autocast() -> tuple[bool, torch.dtype] | None:
 
 
 class Held(NamedTuple):
-    """A model's modules, each once, and their ids; tensors by their (first) names; the places of all by every name."""
+    """A model's modules, each once; tensors by their (first) names; the places of all by every name."""
 
     modules: list[nn.Module]
-    known: set[int]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    places: dict[str, tuple[dict[str, Any], str, Tensor]]
-
-
-def held_by(model: nn.Module) -> Held:
-    """What a model holds, from one walk over its modules."""
-    held, seen = Held([], set(), {}, {}, {}), set()
-    for prefix, module in model.named_modules():
-        held.modules.append(module)
-        held.known.add(id(module))
-        for named, own in (held.parameters, module._parameters), (held.buffers, module._buffers):
-            for key, tensor in own.items():
-                if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    held.places[name] = own, key, tensor
-                    if id(tensor) not in seen:
-                        named[name] = tensor
-                        seen.add(id(tensor))
-    return held
+    places: dict[str, tuple[dict[str, Any], str]]
 
 
 class Network:
@@ -122,13 +104,9 @@ class Network:
         self.function: Callable[..., Any] | None = None
         self._is_followed = self._is_copied = False  # whether a pass has shown that the shadow follows all references
         refuse_unsuitable(self.model)
-        self.held = held_by(self.model)
+        self.mark()
         self.select_last_layer(None)
         self.forget()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.held = held_by(self.model)  # whose ids are others in a copy
 
     def forget(self) -> None:
         """Drop what has been learnt about how the network runs; a fit begins with this."""
@@ -183,7 +161,7 @@ class Network:
 
     def tensor(self, name: str) -> Tensor:
         """The model's own parameter or buffer of that name."""
-        own, key, _ = self.held.places[name]
+        own, key = self.held.places[name]
         return own[key]
 
     @property
@@ -242,30 +220,15 @@ class Network:
 
         InputError: The network fails on these inputs.
         """
-        if self._is_followed:
-            return self._run(inputs, parameters or {}, mode)
-        watch = _OwnTensors(self.held)
-        found = self._run(inputs, parameters or {}, mode, watch)
-        if watch.seen and not self._is_copied and self.function is None:  # references that a shadow does not follow
-            self._is_copied = True
-            return self.raw(inputs, parameters, mode)
-        if watch.seen:
-            what = "The network reaches weights through references that cannot be followed."
-            expected = "references in modules, containers, bound methods or closures"
-            fix = "Register the module that holds them as an attribute of the one that calls it."
-            raise UnsupportedError(what, expected=expected, got=", ".join(sorted(watch.seen)[:4]), fix=fix)
-        self._is_followed = True
-        return found
-
-    def _run(self, inputs: Any, parameters: Mapping[str, Tensor], *modes: Any) -> Any:
         tensors, apart = dict[int, Tensor](), dict[tuple[int, str], Tensor]()
-        for name, value in parameters.items():
-            own, key, _ = self.held.places[name]
+        for name, value in (parameters or {}).items():
+            own, key = self.held.places[name]
             if name in self._apart:
                 apart[id(own), key] = value
             else:
                 tensors[id(own[key])] = value
         enabled, dtype = _AMBIENT.get() or (False, torch.bfloat16)
+        watch = nullcontext() if self._is_followed else _OwnTensors(self.held)
         try:
             # Nothing is compiled before torch._dynamo is imported, which takes a second.
             with (
@@ -275,19 +238,28 @@ class Network:
                 if self._is_copied:
                     target: Any = copied(self.model, tensors, apart)
                 else:
-                    shadow = Shadow(tensors, apart, self.held.known)
+                    shadow = Shadow(tensors, apart, self.held.modules)
                     target = shadow.module(self.model) if self.function is None else shadow(self.function)
                 arguments, keywords = batches.bind(target, inputs)
-                with ExitStack() as stack:
-                    for mode in modes:
-                        stack.enter_context(nullcontext() if mode is None else mode)
-                    return target(*arguments, **keywords)
+                with nullcontext() if mode is None else mode, watch:
+                    found = target(*arguments, **keywords)
         except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
             fix = "Look at the error above this one, and call the model on such a batch yourself."
             raise InputError(what, expected=expected, got=batches.describe(inputs), fix=fix) from error
+        seen = getattr(watch, "seen", ())
+        if not seen:
+            self._is_followed = True
+            return found
+        if not self._is_copied and self.function is None:  # references that a shadow does not follow
+            self._is_copied = True
+            return self.raw(inputs, parameters, mode)
+        what = "The network reaches weights through references that cannot be followed."
+        expected = "references in modules, containers, bound methods or closures"
+        fix = "Register the module that holds them as an attribute of the one that calls it."
+        raise UnsupportedError(what, expected=expected, got=", ".join(sorted(seen)[:4]), fix=fix)
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
         """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""
@@ -352,18 +324,28 @@ class Network:
 
     def mark(self) -> list[Any]:
         """What differs after a change of modules, tensors or adapters: identities, addresses, numbers of writes."""
-        self.held = held_by(self.model)
-        found: list[Any] = [[*map(id, self.held.modules)]]
-        for named in (self.held.parameters, self.held.buffers):
+        held, seen, adapters = Held([], {}, {}, {}), set[int](), list[Any]()
+        for prefix, module in self.model.named_modules():
+            held.modules.append(module)
+            for named, own in (held.parameters, module._parameters), (held.buffers, module._buffers):
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        held.places[name] = own, key
+                        if id(tensor) not in seen:
+                            named[name] = tensor
+                            seen.add(id(tensor))
+            if MERGED in vars(module):
+                adapters.append((adapter_state(module),))
+        self.held = held  # whole, for other threads
+        found: list[Any] = [[*map(id, held.modules)]]
+        for named in (held.parameters, held.buffers):
             for name, tensor in named.items():
                 try:
                     found.append((name, id(tensor), tensor.data_ptr(), tensor._version))
                 except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                     found.append((name, id(tensor)))
-        for module in self.held.modules:
-            if MERGED in vars(module):
-                found.append((adapter_state(module),))
-        return found
+        return found + adapters
 
 
 class _OwnTensors(TorchFunctionMode):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
@@ -31,13 +31,15 @@ _CONTAINERS = frozenset({list, set, dict, OrderedDict, defaultdict, deque, tuple
 
 _OWN = frozenset({"_modules", "_parameters", "_buffers", "training"})
 
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
 _STANDARD = frozenset(vars(nn.Module()))
 """Attributes of every module; but for a shadow's own, those that are containers are empty without hooks."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
-    wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
+    wrapper = "module" if isinstance(model, _PARALLEL) else "_orig_mod"
     return unwrap(model._modules[wrapper]) if wrapper in model._modules else model  # type: ignore[arg-type]
 
 
@@ -48,11 +50,13 @@ class Shadow:
         tensors: By the id of a tensor of the user's modules, what stands in its place. Other parameters are detached,
             and buffers cloned, since some modules write to them even in evaluation mode.
         apart: By the id of a module's ``_parameters`` and a name, the tensor of one use of a tied parameter.
-        known: Ids of the modules of the user's model.
+        modules: The modules of the user's model.
     """
 
-    def __init__(self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], known: Set[int]):
-        self.tensors, self.apart, self.known = dict(tensors), apart, known
+    def __init__(
+        self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], modules: Iterable[nn.Module]
+    ):
+        self.tensors, self.apart, self.known = dict(tensors), apart, frozenset(map(id, modules))
         self.made: dict[int, Any] = {}  # by the id of the user's object
 
     def __call__(self, target: Any) -> Any:
@@ -66,7 +70,8 @@ class Shadow:
 
     def module(self, module: nn.Module) -> nn.Module:
         """The shadow of a module, without wrappers."""
-        module = unwrap(module)
+        if "_orig_mod" in module._modules or isinstance(module, _PARALLEL):
+            module = unwrap(module)
         if id(module) in self.made:
             return self.made[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
@@ -206,7 +211,7 @@ class Shadow:
 
 def copied(model: nn.Module, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor]) -> nn.Module:
     """A copy of the whole model with other tensors, for models whose references a :class:`Shadow` cannot follow."""
-    made, memo = Shadow(tensors, apart, set()), dict[int, Any]()
+    made, memo = Shadow(tensors, apart, ()), dict[int, Any]()
     for parameter in model.parameters():
         memo[id(parameter)] = made.parameter(parameter)
     for buffer in model.buffers():
