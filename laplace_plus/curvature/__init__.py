@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from laplace_plus.curvature.accumulation import (
-    Accumulation,
-    DenseAccumulation,
-    DiagonalAccumulation,
-    register_structure,
-)
 from laplace_plus.curvature.base import (
     Backend,
     Kind,
@@ -40,14 +34,11 @@ from laplace_plus.structured.blocks import register_block
 from laplace_plus.structured.layout import Layout
 
 __all__ = [
-    "Accumulation",
     "BackPack",
     "Backend",
     "Call",
     "Curvature",
     "Curvlinops",
-    "DenseAccumulation",
-    "DiagonalAccumulation",
     "DiagonalStructure",
     "FisherOperator",
     "FullStructure",
@@ -67,7 +58,6 @@ __all__ = [
     "register_backend",
     "register_block",
     "register_rule",
-    "register_structure",
     "resolve_backend",
 ]
 

@@ -127,8 +127,6 @@ class Backend(ABC):
                 fix = f"Use one of these kinds, or a posterior of another structure than {structure.name}."
             if self.kind == "hessian" and structure.name == "KFAC":
                 fix = 'Use lp.Full or lp.Diagonal with Native(kind="hessian"), or KFAC with kind="ggn".'
-            elif structure.name not in ("full", "diagonal", "KFAC", "low-rank"):
-                fix = "Tell the native backend about it with laplace_plus.curvature.register_structure."
             raise UnsupportedError(
                 f"The {self.name} backend cannot compute a {structure.name} {self.kind} curvature.",
                 expected=f"for {structure.name}: {', '.join(can) or 'nothing'}",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.curvature.accumulation import ACCUMULATIONS
+from laplace_plus.curvature.accumulation import Accumulation
 from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, FullStructure, KroneckerStructure, Structure
 from laplace_plus.errors import UnsupportedError
@@ -46,8 +46,8 @@ class Native(Backend):
 
     @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
-        """Refuse by name what the backend cannot do; structures of other packages have to be registered."""
-        if structure.name not in _STRUCTURES and type(structure) in ACCUMULATIONS and self.kind != "hessian":
+        """Refuse by name what the backend cannot do."""
+        if structure.name not in _STRUCTURES and self.kind != "hessian":
             structure = FullStructure()  # what it can do for one block, it can do for any
         if (self.kind, structure.name) not in self.supported or self.kind in ("empirical_fisher", "hessian"):
             Backend.check(self, structure, likelihood)
@@ -78,7 +78,7 @@ class Native(Backend):
                 return direct if total is None else total.add_(direct), outputs
         # An example with nothing but ignored targets does not count.
         used = weight.view(capture.n_examples, -1).bool().any(1)
-        sums = ACCUMULATIONS[type(structure)](gradients, structure, likelihood.n_noise, used, total)
+        sums = Accumulation(gradients, structure, likelihood.n_noise, used, total)
         for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
             sums.add(cotangents, components)
         return sums.finish(), outputs

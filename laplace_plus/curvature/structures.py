@@ -1,4 +1,4 @@
-"""The structures that a curvature can have, where their blocks lie in the parameter vector, and the matrix itself."""
+"""The structures that a curvature can have, which blocks they are made of, and the matrix itself."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import math
 from abc import ABC
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from laplace_plus.errors import DataError
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network
-from laplace_plus.structured import Block, KroneckerBlock
-from laplace_plus.structured.layout import Layout
+from laplace_plus.structured import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    EmbeddingGradients,
+    ExampleGradients,
+    GramSum,
+    KroneckerBlock,
+    OuterGradients,
+)
+from laplace_plus.structured.layout import CHANNELS, EMBEDDING, MATRIX, Layout
+from laplace_plus.structured.limited_rank import gram_sum
 
 DENSE_OUTPUTS = 4096
 """With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise.
@@ -24,7 +35,7 @@ At this size the dense factor takes 64 MiB in float32, and its eigendecompositio
 
 
 class Structure(ABC):
-    """Which entries of a curvature are kept; :func:`register_structure` tells how they are computed.
+    """Which entries of a curvature are kept, by the blocks that it is made of.
 
     Attributes:
         name: The structure's name, in errors and in :attr:`Backend.supported`.
@@ -43,6 +54,30 @@ class Structure(ABC):
         """
         return layers
 
+    def create(
+        self,
+        layout: Layout,
+        gradients: ExampleGradients,
+        n_components: int,
+        dtype: torch.dtype,
+        *,
+        is_last: bool = False,
+    ) -> Block:
+        """An empty block, to which gradients are added; by default a dense one.
+
+        Args:
+            layout: Its layout.
+            gradients: Those of the first batch that uses it, which tell the form and the device.
+            n_components: K, the number of noise levels whose curvatures are kept apart.
+            dtype: The type of the sums.
+            is_last: Whether the layout's rows are the network's outputs.
+        """
+        groups, rows, columns = layout.shape
+        sums = []
+        for _ in range(n_components):
+            sums.append(GramSum(groups, rows * columns, dtype=dtype, device=gradients.device))
+        return DenseBlock(sums, layout.shape)
+
 
 @dataclass(frozen=True)
 class FullStructure(Structure):
@@ -60,6 +95,18 @@ class DiagonalStructure(Structure):
     """The diagonal only."""
 
     name: str = field(default="diagonal", init=False)
+
+    def create(
+        self,
+        layout: Layout,
+        gradients: ExampleGradients,
+        n_components: int,
+        dtype: torch.dtype,
+        *,
+        is_last: bool = False,
+    ) -> Block:
+        """A diagonal block."""
+        return DiagonalBlock(torch.zeros(n_components, *layout.shape, dtype=dtype, device=gradients.device))
 
 
 @dataclass(frozen=True)
@@ -91,6 +138,34 @@ class KroneckerStructure(Structure):
     def __post_init__(self) -> None:
         is_large = DENSE_OUTPUTS if self.output_factor == "auto" and not self.eigenvalue_corrected else math.inf
         object.__setattr__(self, "dense_outputs", 0 if self.output_factor == "diagonal" else is_large)
+
+    def create(
+        self,
+        layout: Layout,
+        gradients: ExampleGradients,
+        n_components: int,
+        dtype: torch.dtype,
+        *,
+        is_last: bool = False,
+    ) -> Block:
+        """A Kronecker product for a linear map or a table; for other parameters a dense or a diagonal block."""
+        groups, rows, columns = layout.shape
+        options: Any = {"dtype": dtype, "device": gradients.device}
+        if layout.rule not in (MATRIX, EMBEDDING) or not isinstance(gradients, (OuterGradients, EmbeddingGradients)):
+            if layout.rule == CHANNELS or layout.n_entries <= self.dense_limit:
+                return super().create(layout, gradients, n_components, dtype)
+            return DiagonalBlock(torch.zeros(n_components, *layout.shape, **options))
+        right: Any = torch.zeros(groups, columns, **options)
+        if isinstance(gradients, OuterGradients):  # groups that share their input (attention's projections) share it
+            right = gram_sum(gradients.right_shape[0], columns, self.factor_rank, **options)
+        is_last = is_last and groups == 1
+        left: Any = []
+        if is_last and rows > self.dense_outputs and isinstance(gradients, OuterGradients):
+            left = torch.zeros(n_components, 1, rows, **options)
+        else:
+            for _ in range(n_components):
+                left.append(gram_sum(groups, rows, None if is_last else self.factor_rank, **options))
+        return KroneckerBlock(left, right, torch.zeros((), dtype=torch.float64))
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,10 @@ class Posterior(Predicting):
         if before is None:
             made.network.forget()
         mark = made.network.mark()
-        offered = {**options, "before": before, "reduce": reduce}
-        found = made.fit_batches(data, **{name: own for name, own in offered.items() if name in taken})
+        options |= {"before": before, "reduce": reduce}
+        for name in options.keys() - taken.keys():
+            del options[name]
+        found = made.fit_batches(data, **options)
         if (now := self.network.mark()) != mark:
             raise _changed(mark, now, "The network's forward pass writes to its own weights.")
         made.set_state(found)

@@ -185,15 +185,18 @@ class GaussianPosterior(Posterior):
 
     def _require_curvature(self, curvature: Curvature) -> None:
         """Raise NonFiniteError for NaN or Inf in a curvature, SelectionError if all of it is zero."""
-        may_be_zero = True
+        is_zero = True
         for layout, block in curvature.blocks:
-            totals = [float(part.sum()) for part in block.parts()]  # which NaNs and infinities reach
-            if not all(map(math.isfinite, totals)):
-                what = f"The curvature of {', '.join(layout.names)} is not finite."
-                fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
-                raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
-            may_be_zero = may_be_zero and 0 in totals
-        if may_be_zero and all(block.is_zero() for _, block in curvature):
+            of_block = False
+            for part in block.parts():
+                total = float(part.sum())  # which NaNs and infinities reach
+                of_block = of_block or total == 0
+                if not math.isfinite(total):
+                    what = f"The curvature of {', '.join(layout.names)} is not finite."
+                    fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
+                    raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
+            is_zero = is_zero and of_block and block.is_zero()
+        if is_zero:
             raise zero_curvature(self)
 
     @override

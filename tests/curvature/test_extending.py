@@ -12,16 +12,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import laplace_plus as lp
 from laplace_plus.curvature import (
-    DenseAccumulation,
-    DiagonalAccumulation,
     Layout,
     LinearCall,
     Structure,
     register_block,
     register_rule,
-    register_structure,
 )
-from laplace_plus.errors import CheckpointError, ConfigurationError, InputError, UnsupportedError
+from laplace_plus.errors import CheckpointError, ConfigurationError, InputError
 from laplace_plus.structured import DenseBlock
 
 
@@ -33,6 +30,10 @@ class NeuronStructure(Structure):
 
     def layouts(self, network, layers):
         return [Layout(f"{own.key} by neuron", own.names, own.rule, own.index.transpose(0, 1)) for own in layers]
+
+    def create(self, layout, gradients, n_components, dtype, **options):
+        n = layout.shape[1] * layout.shape[2]
+        return NeuronBlock(torch.zeros(n_components, layout.shape[0], n, n, dtype=dtype), layout.shape)
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,7 @@ class NeuronBlock(DenseBlock):
     storage = "dense by neuron"
 
 
-class NeuronAccumulation(DenseAccumulation):
-    def add(self, cotangents, components):
-        for layout, gradients in self.blocks(cotangents):
-            n = layout.shape[1] * layout.shape[2]
-
-            def create(layout=layout, n=n):
-                return NeuronBlock(torch.zeros(1, layout.shape[0], n, n, dtype=torch.float64), layout.shape)
-
-            block, _ = self.block(layout, NeuronBlock, create)
-            block.add(gradients, components)
-
-
 register_block(NeuronBlock)
-register_structure(NeuronStructure, NeuronAccumulation)
-register_structure(PairStructure, DenseAccumulation)
 
 
 class Neuron(lp.GaussianPosterior):
@@ -124,20 +111,7 @@ def rows_of(model, x):
         yield torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
 
 
-@dataclass(frozen=True)
-class Unregistered(Structure):
-    name: str = "unregistered"
-
-
-def test_a_structure_has_to_be_registered_once():
-    class Stranger(lp.GaussianPosterior):
-        structure = Unregistered()
-
-    model, x, y = problem()
-    with pytest.raises(UnsupportedError, match="unregistered"):
-        Stranger(model, "classification").fit([(x, y)])
-    with pytest.raises(ConfigurationError, match="registered already"):
-        register_structure(NeuronStructure, DiagonalAccumulation)
+def test_a_block_has_a_storage_kind_of_its_own():
     with pytest.raises(ConfigurationError, match="storage kind of its own"):
         register_block(type("Other", (DenseBlock,), {}))
 
