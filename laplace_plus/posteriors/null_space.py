@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
-from laplace_plus.posteriors.projection.rows import Rows
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
 from laplace_plus.tuning.base import require_only
@@ -138,19 +135,6 @@ class NullSpace(ProjectedNoisePosterior):
     }
     keeps_range = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Any,
-        *,
-        rows: Rows = "logit",
-        projector: str | ProjectionMethod | dict[str, Any] = "auto",
-        n_samples: int = 30,
-        chunk_size: int = 16,
-        **common: Any,
-    ):
-        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common)
-
     @override
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
@@ -165,13 +149,6 @@ class NullSpace(ProjectedNoisePosterior):
         """``P − rank``, with the error of the rank."""
         rank = self.report.rank
         return Estimate(self.n_parameters - rank.value, rank.sem, 0, rank.converged, rank.probes)
-
-    @full_precision
-    def relative_log_evidence(self, prior_precision: float | Tensor | None = None) -> Tensor:
-        """``½ (r log α − α ‖θ̂ − μ‖²)``, the log evidence up to a term without α; 0-d float64, differentiable."""
-        alpha = torch.as_tensor(self._prior_precision if prior_precision is None else prior_precision).double()
-        checks.positive("prior_precision", float(alpha.detach()))
-        return (self.report.rank.value * alpha.log() - alpha * self.squared_distance(self.mean)) / 2
 
     def optimal_precision(self) -> float:
         """``α = r / ‖θ̂ − μ‖²``, which maximises the evidence; ConfigurationError for weights at the prior mean."""
@@ -188,9 +165,9 @@ class NullSpace(ProjectedNoisePosterior):
         if not isinstance(tuner, MarginalLikelihood):
             return super().run_tuner(tuner, progress=progress, generator=generator)
         require_only("NullSpace", tuner)
-        optimum = self.optimal_precision()
-        precision = torch.tensor(optimum, dtype=self.mean.dtype)
-        return TuningResult(tuner.name, precision, None, float(self.relative_log_evidence(optimum)), True)
+        alpha, rank = self.optimal_precision(), float(self.report.rank.value)
+        evidence = rank * (math.log(alpha) - 1) / 2  # ½ (r log α − α ‖θ̂ − μ‖²), up to a term without α
+        return TuningResult(tuner.name, torch.tensor(alpha, dtype=self.mean.dtype), None, evidence, True)
 
     @override
     def _deviations(self) -> Tensor:

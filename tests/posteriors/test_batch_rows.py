@@ -46,9 +46,7 @@ def test_gradients_pass_through_projections_as_through_the_dense_solve(problem, 
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8 * float(other.abs().max()))
     assert expected[1].abs().max() > 1e-3
-    rows = BatchRows(network, likelihood, batch, kind, network.vector())
-    assert rows.rank() == torch.linalg.matrix_rank(dense_rows(network, data[:1], kind, network.vector()), rtol=1e-9)
-    assert not rows.project(v).value.requires_grad
+    assert not BatchRows(network, likelihood, batch, kind, network.vector()).project(v).value.requires_grad
 
 
 def test_a_linear_networks_projection_does_not_depend_on_its_parameters():

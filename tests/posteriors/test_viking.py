@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from posteriors.dense_rows import classifier_and_batches, dense_rows, projector_of
+from posteriors.dense_rows import classifier_and_batches, dense_rows
 from problems import generator
 from torch import nn
 
@@ -21,6 +21,8 @@ from laplace_plus.errors import (
 )
 from laplace_plus.linalg.null_space import LSMRProjection
 from laplace_plus.network.network import Network
+from laplace_plus.posteriors.viking import elbo
+from laplace_plus.posteriors.viking import training as viking_training
 from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
 from laplace_plus.posteriors.viking.training import MeanTraining
 from laplace_plus.testing import PosteriorConformance, assert_untouched, snapshot
@@ -195,7 +197,7 @@ def test_fit_ends_at_the_optimum_of_the_bound(problem, linear):
     posterior = lp.VIKING(net, lp.Gaussian(noise_std=noise), projector="svd", n_samples=400)
     posterior.fit([(X, y)], generator=generator())
     alpha = posterior.prior_precision
-    torch.testing.assert_close(posterior.image_std, (alpha + 9 / noise**2).rsqrt(), rtol=0.07, atol=0)
+    assert posterior.image_std == pytest.approx(float((alpha + 9 / noise**2).rsqrt()), rel=0.07)
     optimum = 4 / (posterior.mean.square().sum() + 4 * posterior.image_std**2)  # of the divergence alone
     torch.testing.assert_close(alpha, optimum, rtol=1e-3, atol=0)
 
@@ -204,11 +206,10 @@ def test_terms_are_logged(problem):
     net, data = problem
     one = lp.VIKING(net, "classification", n_samples=6).fit(data, generator=generator())
     last = one.history[-1]
-    assert (last.kl_weight, last.rank) == (1.0, float(one.report.rank.value))
+    assert last.rank == float(one.report.rank.value)
     assert last.prior_precision == pytest.approx(float(one.prior_precision))
-    colder = lp.VIKING(net, "classification", n_samples=6, kl_weight=0.1).fit(data, generator=generator())
+    colder = lp.VIKING(net, "classification", n_samples=6, temperature=0.1).fit(data, generator=generator())
     assert colder.image_std < one.image_std
-    assert colder.history[-1].kl_weight == 0.1
 
 
 def test_without_image_noise_it_is_the_null_space_posterior(problem):
@@ -229,15 +230,12 @@ def test_without_image_noise_it_is_the_null_space_posterior(problem):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("noise", "projector"),
-    [pytest.param("projected", "lsmr", marks=pytest.mark.slow), ("projected", "svd"), ("alternating", "lsmr")],
-)
-def test_training_learns_a_mean_and_leaves_the_network_alone(problem, noise, projector):
+@pytest.mark.parametrize("projector", [pytest.param("lsmr", marks=pytest.mark.slow), "svd"])
+def test_training_learns_a_mean_and_leaves_the_network_alone(problem, projector):
     net, data = problem
     x = torch.cat([x for x, _ in data])
     before = snapshot(net)
-    training = lp.ELBOTraining(epochs=5, scale_epochs=1, learning_rate=3e-2, noise=noise)
+    training = lp.ELBOTraining(epochs=5, scale_epochs=1, learning_rate=3e-2)
     posterior = lp.VIKING(net, "classification", mode=training, projector=projector, n_samples=4)
     posterior.fit(data, generator=generator())
     assert_untouched(net, before)
@@ -247,42 +245,17 @@ def test_training_learns_a_mean_and_leaves_the_network_alone(problem, noise, pro
     assert (posterior.mean - posterior.network.vector()).norm() > 0.1
     own = posterior.network(x, posterior.network.substitute(posterior.mean))
     torch.testing.assert_close(posterior.functional_posterior(x).mean, own)
-    steps = posterior.history[: 3 * 6]
-    if noise == "alternating":
-        assert [step.rank for step in steps] == [3.0, 2.0, 1.0] * 6
-    elif projector == "svd":
-        assert {step.rank for step in steps} == {6.0}
+    if projector == "svd":
+        assert {step.rank for step in posterior.history[: 3 * 6]} == {6.0}
 
 
 def trainer(net, data, **options):
     likelihood = lp.Categorical()
     network = Network(net, "all", likelihood.arrange)
-    elbo = ELBO(likelihood, data, "sampled", torch.zeros((), dtype=D), 1.0, 1.0, 6, network.device)
+    bound = ELBO(likelihood, data, "sampled", torch.zeros((), dtype=D), 1.0, 6, network.device)
     own = lp.ELBOTraining(**options)
-    training = MeanTraining(elbo, network, rows="logit", projector=LSMRProjection(), chunk_size=16, options=own)
-    return training, network, elbo, network.vector(), torch.tensor([0.3, -1.0], dtype=D, requires_grad=True)
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_alternating_projections_keep_what_is_in_the_common_null_space(problem, gamma):
-    net, data = problem
-    training, network, elbo, theta, logs = trainer(net, data, noise="alternating", gamma=gamma, n_samples=2)
-    source = generator()
-    noise = training.epoch_noise(theta, source)
-    common = projector_of(dense_rows(network, data, "logit", theta))
-    torch.testing.assert_close(noise.null_space @ common, noise.whole @ common, rtol=0, atol=1e-8)
-    for pair, batch in zip(data, elbo.batches(), strict=True):
-        before = noise.null_space
-        terms = training.step(batch, theta, logs, noise, source)
-        rows = dense_rows(network, [pair], "logit", theta)
-        assert terms.rank == torch.linalg.matrix_rank(rows)
-        assert (noise.null_space @ rows.T).abs().max() < 1e-8
-        kept = (noise.null_space - before) @ common
-        if gamma == 1.0:  # nothing fresh: plain alternating projections
-            assert kept.abs().max() < 1e-8
-            assert (noise.null_space.norm(dim=-1) <= before.norm(dim=-1)).all()
-        else:
-            assert kept.abs().max() > 0.1
+    training = MeanTraining(bound, network, rows="logit", projector=LSMRProjection(), chunk_size=16, options=own)
+    return training, network, network.vector(), torch.tensor([0.3, -1.0], dtype=D, requires_grad=True)
 
 
 @pytest.mark.parametrize("image_std", [math.exp(-1.0), math.exp(-0.15)])
@@ -293,14 +266,14 @@ def test_steps_have_the_gradient_of_the_bound(problem, image_std):
     """
     net, data = problem
     x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    training, network, elbo, theta, logs = trainer(net, [(x, y)], n_samples=2)
+    training, network, theta, logs = trainer(net, [(x, y)], n_samples=2)
     theta = theta.requires_grad_()
     with torch.no_grad():
         logs[1] = math.log(image_std)
     source = generator()
     noise = training.epoch_noise(theta.detach(), source)
     weights = torch.randn(2, 8, generator=source.clone_state(), dtype=D)
-    (batch,) = elbo.batches()
+    (batch,) = training.elbo.batches()
     terms = training.step(batch, theta, logs, noise, source)
     xi = weights / weights.norm(dim=-1, keepdim=True) @ noise.whole
 
@@ -336,11 +309,11 @@ def test_equal_scales_forget_the_rows(problem):
 
 
 @pytest.mark.slow
-def test_steps_estimate_the_bound(problem):
+def test_steps_estimate_the_bound(problem, monkeypatch):
     """Without bias: their mean over noise and batches is the bound of the linearised network."""
     net, data = problem
-    options = {"learning_rate": 1e-12, "scale_learning_rate": 1e-12, "n_samples": 2}
-    training = lp.ELBOTraining(epochs=1, scale_epochs=30, **options)
+    monkeypatch.setattr(viking_training, "SCALE_LEARNING_RATE", 1e-12)
+    training = lp.ELBOTraining(epochs=1, scale_epochs=30, learning_rate=1e-12, n_samples=2)
     posterior = lp.VIKING(
         net,
         "classification",
@@ -360,11 +333,12 @@ def test_steps_estimate_the_bound(problem):
 
 
 @pytest.mark.slow
-def test_a_trained_linear_model_has_the_exact_mean(linear):
+def test_a_trained_linear_model_has_the_exact_mean(linear, monkeypatch):
     net, X, y, _, noise, _ = linear
     with torch.no_grad():
         net.weight.add_(torch.randn(1, 9, generator=generator(2), dtype=D))
-    training = lp.ELBOTraining(epochs=100, scale_epochs=0, learning_rate=3e-2, scale_learning_rate=5e-2)
+    monkeypatch.setattr(viking_training, "SCALE_LEARNING_RATE", 5e-2)
+    training = lp.ELBOTraining(epochs=100, scale_epochs=0, learning_rate=3e-2)
     posterior = lp.VIKING(
         net,
         lp.Gaussian(noise_std=noise),
@@ -401,13 +375,14 @@ def test_everything_is_loaded(problem, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_fit_starts_from_what_the_caller_set(problem):
+def test_a_second_fit_starts_where_the_precision_is(problem):
     net, data = problem
     posterior = lp.VIKING(net, "classification", n_samples=3, prior_precision=5.0).fit(data, generator=generator())
     assert posterior.history[0].prior_precision == pytest.approx(5.0)
-    assert posterior.fit(data, generator=generator()).history[0].prior_precision == pytest.approx(5.0)
+    best = posterior.elbo().elbo
     posterior.prior_precision = 2.0
     assert posterior.fit(data, generator=generator()).history[0].prior_precision == pytest.approx(2.0)
+    assert posterior.elbo().elbo == pytest.approx(best, rel=1e-4)
     posterior.temperature = 4.0
     before = posterior.elbo().elbo
     assert posterior.fit_prior_precision().elbo().elbo > before
@@ -417,12 +392,10 @@ BAD = (
     {"rows": "all"},
     {"projector": "qr"},
     {"mode": "both"},
-    {"mode": {"gamma": 1.5}},
-    {"mode": {"noise": "none"}},
+    {"mode": {"epochs": 0}},
+    {"mode": {"gamma": 0.5}},
     {"expectation": "exact"},
-    {"kl_weight": 0.0},
     {"image_std": -1.0},
-    {"scale_iterations": 0},
     {"prior_precision": torch.ones(2)},
 )
 
@@ -433,11 +406,13 @@ def test_bad_arguments_are_refused(problem, options):
         lp.VIKING(problem[0], "classification", **options)
 
 
-def test_bad_requests_are_named(problem):
+def test_bad_requests_are_named(problem, monkeypatch):
     net, data = problem
     make = lambda **options: lp.VIKING(net, "classification", n_samples=2, **options)  # noqa: E731
-    with pytest.raises(ConvergenceWarning, match="ended before"):
-        make(scale_iterations=1).fit(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(elbo, "ITERATIONS", 1)
+        with pytest.raises(ConvergenceWarning, match="ended before"):
+            make().fit(data)
     with pytest.raises(ConfigurationError, match="prior mean"):
         make(prior_mean=torch.nn.utils.parameters_to_vector(net.parameters()).detach()).fit(data)
     fitted = make().fit(data)

@@ -55,16 +55,6 @@ class NoiseReport:
     rank: Estimate
     ignored_rows: int
 
-    def warn_unless_converged(self) -> None:
-        """Warn of projections that did not meet their tolerance."""
-        if not bool(self.converged.all()):
-            warn(
-                f"{int((~self.converged).sum())} of {len(self.converged)} projections did not meet their tolerance; "
-                f"the largest residual is {float(self.residual.max()):.2g}. Allow more iterations, raise the "
-                "tolerance, or use projector='svd' where the rows fit into memory.",
-                ConvergenceWarning,
-            )
-
 
 @stored
 @dataclass(frozen=True)
@@ -149,10 +139,7 @@ class NoiseState(State):
 
 
 class ProjectedNoisePosterior(SampleBased):
-    """A Gaussian whose draws are projected noise, with one prior precision for the whole null space.
-
-    Of arguments it takes those that its subclasses share, and all of :class:`Posterior`.
-    """
+    """A Gaussian whose draws are projected noise, with one prior precision for the whole null space."""
 
     _one_precision = True
     keeps_range: ClassVar[bool]
@@ -162,17 +149,17 @@ class ProjectedNoisePosterior(SampleBased):
         self,
         model: nn.Module,
         likelihood: Any,
-        rows: Rows | None,
-        projector: str | ProjectionMethod | dict[str, Any],
-        n_samples: int,
-        chunk_size: int,
+        *,
+        rows: Rows = "logit",
+        projector: str | ProjectionMethod | dict[str, Any] = "auto",
+        n_samples: int = 30,
+        chunk_size: int = 16,
         **common: Any,
     ):
         self.n_samples, self.chunk_size = checks.count("n_samples", n_samples), checks.count("chunk_size", chunk_size)
         self.projector = resolve_option("projector", projector, PROJECTORS)
+        self.rows: Rows = checks.choice("rows", rows, ("logit", "ggn", "loss"))
         super().__init__(model, likelihood, **common)
-        default = "logit" if self.likelihood.is_gaussian else "loss"
-        self.rows: Rows = checks.choice("rows", rows or default, ("logit", "ggn", "loss"))
 
     @property
     def noise(self) -> ProjectedNoise:
@@ -191,9 +178,13 @@ class ProjectedNoisePosterior(SampleBased):
         rows = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
         options: dict[str, Any] = {"keep_range": self.keeps_range, "progress": progress}
         noise = project_noise(rows, self.projector, self.n_samples, seed, **options)
-        if not float(noise.report.rank.value) > 0:
+        report = noise.report
+        if not float(report.rank.value) > 0:
             raise zero_curvature(self)
-        noise.report.warn_unless_converged()
+        if not bool(report.converged.all()):
+            what = f"{int((~report.converged).sum())} of {self.n_samples} projections did not meet their tolerance; the"
+            what += f" largest residual is {float(report.residual.max()):.2g}. Allow more iterations, raise the"
+            warn(f"{what} tolerance, or use projector='svd' where the rows fit into memory.", ConvergenceWarning)
         return noise
 
     def squared_distance(self, mean: Tensor) -> Tensor:

@@ -180,14 +180,3 @@ class BatchRows:
             m=len(white),
             parameters=parameters,
         )
-
-    def rank(self) -> int:
-        """The number of independent rows."""
-        if self._whitening is not None:
-            return len(self._whitening)
-        with torch.no_grad():
-            rows = torch.eye(self.shape[0], dtype=self._theta.dtype, device=self._theta.device)
-            gram = torch.stack([self.matvec(self.rmatvec(row)) for row in rows]).double()
-        values = torch.linalg.eigvalsh((gram + gram.mT) / 2)
-        rtol = 1e-12 if self._theta.dtype == torch.float64 else 1e-6
-        return int((values > rtol * values.amax().clamp(min=0)).sum())

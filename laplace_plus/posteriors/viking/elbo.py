@@ -20,17 +20,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import NonFiniteError
+from laplace_plus.errors import ConvergenceWarning, NonFiniteError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch, iterate
 from laplace_plus.network.network import Network
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
 from laplace_plus.predictive.deviations import pushed
+
+ITERATIONS = 100
+"""Most iterations of L-BFGS, which finds α and σ_im at a fixed mean."""
 
 Expectation = Literal["linearized", "sampled"]
 """Whether the expected log-likelihood is that of the linearised network or of the network itself."""
 
 
+@stored
 @dataclass(frozen=True)
 class ELBOTerms:
     """The terms of an evidence lower bound.
@@ -42,7 +47,6 @@ class ELBOTerms:
         prior_precision: α.
         image_std: σ_im.
         rank: The dimension of the range in the divergence.
-        kl_weight: The weight of the divergence beside the whole data's likelihood; with 1 it is a bound.
     """
 
     expected_nll: float
@@ -50,12 +54,11 @@ class ELBOTerms:
     prior_precision: float
     image_std: float
     rank: float
-    kl_weight: float
 
     @property
     def elbo(self) -> float:
-        """``−(expected_nll + kl_weight · kl)``, at most the log evidence if the weight is 1."""
-        return -(self.expected_nll + self.kl_weight * self.kl)
+        """``−(expected_nll + kl)``, at most the log evidence."""
+        return -(self.expected_nll + self.kl)
 
 
 def prior_divergence(
@@ -81,7 +84,6 @@ class ELBO:
     expectation: Expectation
     prior_mean: Tensor
     temperature: float
-    kl_weight: float
     n_data: int
     device: torch.device
 
@@ -105,12 +107,12 @@ class ELBO:
         kl = prior_divergence(distance.to(logs.device), rank, alpha, image_std)
         share = size / self.n_data
         values = float(nll.detach()) / share, float(kl.detach()), float(alpha.detach()), float(image_std.detach())
-        terms = ELBOTerms(*values, rank, self.kl_weight)
+        terms = ELBOTerms(*values, rank)
         if not bool(torch.isfinite(torch.tensor(astuple(terms))).all()):
             what = "The evidence lower bound is not finite."
             fix = "Start from a smaller image_std and a larger prior_precision, or lower the learning rate."
             raise NonFiniteError(what, expected="finite terms", got=str(terms), fix=fix)
-        return nll.to(logs.device) + share * self.kl_weight * kl, terms
+        return nll.to(logs.device) + share * kl, terms
 
 
 def deviations(logs: Tensor, null_space: Tensor, in_range: Tensor) -> Tensor:
@@ -160,9 +162,10 @@ class BoundAtMean:
             objective, terms = self.elbo.objective(total, self.elbo.n_data, self._mean, self._rank, point)
             return terms, slope + torch.autograd.grad(objective, point)[0]
 
-    def maximise(self, start: Tensor, iterations: int, history: list[ELBOTerms]) -> tuple[Tensor, bool]:
-        """The logarithms at the optimum by L-BFGS, and whether it converged; each step is appended to ``history``."""
+    def maximise(self, start: Tensor) -> tuple[Tensor, list[ELBOTerms], bool]:
+        """The logarithms at the optimum by L-BFGS, the terms of each step, and whether it converged; else it warns."""
         logs, n_data = start.detach().clone().requires_grad_(), self.elbo.n_data
+        history: list[ELBOTerms] = []
 
         def closure() -> float:
             terms, slope = self.evaluate(logs)
@@ -170,14 +173,15 @@ class BoundAtMean:
             logs.grad = slope / n_data
             return -terms.elbo / n_data
 
-        optimizer = torch.optim.LBFGS(
-            [logs], max_iter=iterations, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
-        )
-        optimizer.step(closure)
+        limits: dict[str, Any] = {"max_iter": ITERATIONS, "tolerance_grad": 1e-10, "tolerance_change": 1e-14}
+        torch.optim.LBFGS([logs], **limits, line_search_fn="strong_wolfe").step(closure)
         terms, slope = self.evaluate(logs)
-        history.append(terms)
         # An e-fold of either scale then changes the bound by less than 1e-4 of its value, or 1e-4 nats.
-        return logs.detach(), bool(slope.abs().max() <= 1e-4 * max(1.0, abs(terms.elbo)))
+        converged = bool(slope.abs().max() <= 1e-4 * max(1.0, abs(terms.elbo)))
+        if not converged:
+            text = "The search for α and σ_im ended before the slope of the bound vanished; start from other scales."
+            warn(text, ConvergenceWarning)
+        return logs.detach(), [*history, terms], converged
 
     def entries(self) -> Iterable[Entry]:
         """The batches: with their inputs, or with outputs and tangents."""

@@ -6,7 +6,7 @@ See :mod:`laplace_plus.posteriors.viking.elbo` for the family, its divergence an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
+from laplace_plus.errors import LaplacePlusError, NoGainWarning, warn
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
+from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.network import Network
@@ -25,6 +26,7 @@ from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoiseP
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.registry import get_posterior, resolve_option
+from laplace_plus.posteriors.state import of_state
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
 from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
@@ -48,7 +50,7 @@ class VIKINGState(NoiseState):
     """What a fit finds besides the prior precision: σ_im, the bound's terms at each step, and a sum over the data."""
 
     image_std: float
-    history: Tensor
+    history: tuple[ELBOTerms, ...]
     data_sum: float
 
 
@@ -86,10 +88,7 @@ class VIKING(ProjectedNoisePosterior):
         projector: As for :class:`NullSpace`.
         expectation: Whether the expected log-likelihood, and predictions by default, are those of the ``"linearized"``
             network (by default post hoc) or of ``"sampled"`` networks (in training).
-        kl_weight: The weight of the divergence. 1 gives a bound on the evidence (a batch of B then counts with
-            B/N of the divergence); less gives a colder posterior.
-        image_std: Where σ_im starts. α starts at ``prior_precision``.
-        scale_iterations: Most iterations of L-BFGS, which finds α and σ_im at a fixed mean.
+        image_std: Where σ_im starts. α starts at ``prior_precision``, and in a second fit where it is.
         n_samples: Number k of noise vectors that are projected and stored.
         chunk_size: Number of vectors that are pushed through the network at a time.
         parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
@@ -105,6 +104,8 @@ class VIKING(ProjectedNoisePosterior):
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
     keeps_range = True
+    history = of_state("history", "The terms of the bound at each step of the fit; training has them from one batch.")
+    image_std = of_state("image_std", "The scale σ_im.", lambda value: checks.positive("image_std", float(value)))
 
     def __init__(
         self,
@@ -115,9 +116,7 @@ class VIKING(ProjectedNoisePosterior):
         rows: Rows | None = None,
         projector: str | ProjectionMethod | dict[str, Any] = "auto",
         expectation: Expectation | None = None,
-        kl_weight: float = 1.0,
         image_std: float = 0.1,
-        scale_iterations: int = 100,
         n_samples: int = 30,
         chunk_size: int = 16,
         **common: Any,
@@ -128,23 +127,20 @@ class VIKING(ProjectedNoisePosterior):
         default: Expectation = "linearized" if self.training is None else "sampled"
         self.expectation = checks.choice("expectation", expectation or default, ("linearized", "sampled"))
         self.default_method = self.expectation  # type: ignore[misc]
-        self.kl_weight = checks.positive("kl_weight", kl_weight)
         self._first_image_std = checks.positive("image_std", image_std)
-        self.scale_iterations = checks.count("scale_iterations", scale_iterations)
-        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common)
-        self._first_precision = self._learnt_precision = self._prior_precision
+        own: Any = {"projector": projector, "n_samples": n_samples, "chunk_size": chunk_size}
+        own["rows"] = rows or ("logit" if resolve_likelihood(likelihood).is_gaussian else "loss")
+        super().__init__(model, likelihood, **own, **common)
 
     @override
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> VIKINGState:
         require_restartable(data, WHY)
-        if not torch.equal(self._prior_precision, self._learnt_precision):  # the caller has set it since
-            self._first_precision = self._prior_precision
         n_data, n_outputs, data_sum = survey(self, data)
         seed, center = draw_seed(generator), self.network
         history: list[ELBOTerms] = []
-        logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
+        logs = self._logs(self._first_image_std)
         elbo = self._elbo(data, n_data)
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
@@ -155,16 +151,14 @@ class VIKING(ProjectedNoisePosterior):
         self.squared_distance(center.vector())  # at zero the bound has no optimum
         noise = self._fit_noise(center, data, seed, progress=progress)
         bound = BoundAtMean(elbo, center, noise, n_outputs)
-        logs, converged = bound.maximise(logs, self.scale_iterations, history)
-        _warn_unless_converged(converged)
+        logs, steps, _ = bound.maximise(logs)
         alpha, image_std = logs.exp()
-        self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
+        self._prior_precision = alpha.to(center.dtype)
         size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
         few = (n_data * n_outputs + size) * size**2 <= AFFORDABLE
         if self.training is not None and self.likelihood.is_classifier and few:
             self._warn_of_loss(bound, logs, data)
-        steps = torch.tensor([astuple(terms) for terms in history], dtype=torch.float64)
-        return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), steps, data_sum)
+        return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), (*history, *steps), data_sum)
 
     def _warn_of_loss(self, bound: BoundAtMean, logs: Tensor, data: Iterable[Any]) -> None:
         """Leave out training data, under the prior with which the weights are nearest to a mode, as the network did."""
@@ -187,7 +181,7 @@ class VIKING(ProjectedNoisePosterior):
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
-        own = self.expectation, self._prior_mean, temperature, self.kl_weight, n_data, self.network.device
+        own = self.expectation, self._prior_mean, temperature, n_data, self.network.device
         return ELBO(self.likelihood, data, *own)
 
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
@@ -202,24 +196,9 @@ class VIKING(ProjectedNoisePosterior):
         return self.network if self.training is None else MovedNetwork(self.network, self.mean)
 
     @property
-    def image_std(self) -> Tensor:
-        """σ_im, 0-d float64; NotFittedError: before :meth:`fit`."""
-        self.require_fit()
-        return torch.tensor(self.state.image_std, dtype=torch.float64)
-
-    @image_std.setter
-    def image_std(self, value: float | Tensor) -> None:
-        self._found = replace(self.state, image_std=checks.positive("image_std", float(value)))
-
-    @property
     def kernel_std(self) -> Tensor:
         """``σ_ker = α^-½``, 0-d."""
         return self._prior_precision.rsqrt()
-
-    @property
-    def history(self) -> list[ELBOTerms]:
-        """The terms of the bound at each step of :meth:`fit`; training estimates them from one batch."""
-        return [ELBOTerms(*row) for row in self.state.history.tolist()]
 
     @full_precision
     def elbo(self, data: Iterable[Any] | None = None) -> ELBOTerms:
@@ -234,19 +213,18 @@ class VIKING(ProjectedNoisePosterior):
             NonFiniteError: A term is NaN or infinite.
         """
         self.require_fit()
-        return self._bound(data).evaluate(self._logs())[0]
+        return self._bound(data).evaluate(self._logs(self.image_std))[0]
 
-    def _logs(self) -> Tensor:
-        return torch.stack([self._prior_precision.double().cpu().reshape(()), self.image_std]).log()
+    def _logs(self, image_std: float) -> Tensor:
+        """``(log α, log σ_im)`` at the present α."""
+        return torch.tensor([float(self._prior_precision), image_std], dtype=torch.float64).log()
 
     @override
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
         """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
         require_only("VIKING", tuner, "data")
-        steps: list[ELBOTerms] = []
-        logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_iterations, steps)
-        _warn_unless_converged(converged)
+        logs, steps, converged = self._bound(tuner.data).maximise(self._logs(self.image_std))
         alpha, image = logs.exp()
         return TuningResult(
             method="elbo",
@@ -255,13 +233,13 @@ class VIKING(ProjectedNoisePosterior):
             value=steps[-1].elbo,
             converged=converged,
             n_evaluations=len(steps),
-            settings={"image_std": image},
+            settings={"image_std": float(image)},
         )
 
     def _components(self) -> tuple[Tensor, Tensor]:
         """The noise in the null space and in the range, scaled; ``[k, P]`` each."""
         null_space, in_range = self.noise.null_space, self.noise.range
-        return self.kernel_std.to(null_space) * null_space, self.image_std.to(in_range) * in_range
+        return self.kernel_std.to(null_space) * null_space, self.image_std * in_range
 
     @override
     def _deviations(self) -> Tensor:
@@ -273,9 +251,3 @@ class VIKING(ProjectedNoisePosterior):
     def samples(self) -> Tensor:
         """The k independent draws ``θ̂ + σ_ker P ε + σ_im (I − P) ε`` that the posterior holds, ``[k, P]``."""
         return self.mean + sum(self._components())
-
-
-def _warn_unless_converged(converged: bool) -> None:
-    if not converged:
-        text = "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations."
-        warn(text, ConvergenceWarning)
