@@ -1,27 +1,34 @@
-"""Any optimiser of torch, under equality constraints."""
+"""Any optimiser of torch under equality constraints, and trained networks moved onto one.
+
+With the loss gradient u, the constraint ``c(θ)``, its Jacobian J and a rate γ, gradients become
+``u' = u − J⁺ (J u − γ c(θ))``. Where the constraint can be met, ``J u' = γ c``. What u has in the null space of J
+stays, and ``u' = 0`` is the condition of Karush, Kuhn and Tucker. J is only multiplied with.
+
+Source: Roy, Hauberg and Krämer (2025), "Matrix-free least squares solvers: values, gradients, and what to do with
+them", arXiv 2510.19634.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.applications.constraints.correcting import (
-    Constraint,
-    Correction,
-    FunctionalModel,
-    Linearized,
-    checked,
-    rms,
-)
-from laplace_plus.applications.constraints.sparsity import Sparse
-from laplace_plus.errors import UnsupportedError, warn
+from laplace_plus._progress import progress_bar
+from laplace_plus.applications.constraints.constraints import Constraint, Correction, FunctionalModel, Sparse
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError, warn
+from laplace_plus.linalg import Status, lsmr
+from laplace_plus.network import batches
 from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.network.selection import Selection, select
+
+_Map = Callable[[Tensor], Tensor]
 
 
 class NullSpaceOptimizer(torch.optim.Optimizer):
@@ -50,8 +57,6 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
     Raises:
         ConfigurationError: Numbers out of range, or no common parameters.
         UnsupportedError: LBFGS, which takes differences of gradients for curvature.
-
-    Source: Roy, Hauberg and Krämer (2025), arXiv 2510.19634.
     """
 
     def __init__(
@@ -96,7 +101,9 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         def corrected() -> Any:
             with torch.enable_grad():
                 loss = closure() if closure is not None else None
-            self._correct()
+            number = self.count - self.warm_up
+            is_due = number >= 0 and number % self.every == 0
+            self.last = self._corrected(self.trained(), number) if is_due else None
             return loss
 
         found = self.optimizer.step(corrected)
@@ -112,36 +119,35 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         """The constraint at the present weights, with derivatives."""
         points = self.points() if callable(self.points) else self.points
         with exact_arithmetic(self._network), torch.enable_grad(), differentiable_kernels(self._network.model):
-            return checked(self.constraint(FunctionalModel(self._network, self.trained()), points))
+            found: Any = self.constraint(FunctionalModel(self._network, self.trained()), points)
+        if not isinstance(found, Tensor) or not found.is_floating_point() or not found.numel():
+            expected, got = "a tensor of one or more real numbers", batches.describe(found)
+            raise ConfigurationError("The constraint has no values.", expected=expected, got=got)
+        return found
 
-    def _correct(self) -> None:
-        self.last, number = None, self.count - self.warm_up
-        if number < 0 or number % self.every:
-            return
-        parameters = self.trained()
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters.values()):
-            what, fix = "A gradient is sparse, and its correction is not.", "Make embeddings with sparse=False."
-            raise UnsupportedError(what, expected="dense gradients", fix=fix)
+    def _corrected(self, named: dict[str, Tensor], number: int) -> Correction:
+        """Write ``u − J⁺ (J u − γ c)`` into the gradients."""
         if isinstance(self.constraint, Sparse):
-            self.last = self.constraint.correct(parameters, number, self.rate)
-            return
-        with exact_arithmetic(self._network):
-            linearized = Linearized(self.values(), [*parameters.values()], self._network.dtype)
-            self.last = self._solve(linearized, [*parameters.values()])
-
-    @torch.no_grad()
-    def _solve(self, linearized: Linearized, parameters: list[Tensor]) -> Correction:
-        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
-        gradient = torch.cat([one.flatten().to(self._network.dtype) for one in gradients])
-        right = linearized.push(gradient).sub_(linearized.value, alpha=self.rate)
-        found = linearized.solve(right, self.max_iterations, self.tolerance)
-        parts = gradient.sub_(found.value).split([p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            if parameter.grad is None and bool(part.any()):
-                parameter.grad = torch.empty_like(parameter)
-            if parameter.grad is not None:
-                parameter.grad.copy_(part.view_as(parameter))
-        return Correction(rms(linearized.value), float(found.misfit), int(found.iterations), found.status)
+            return self.constraint.correct(named, number, self.rate)
+        parameters = [*named.values()]
+        with exact_arithmetic(self._network), torch.no_grad():
+            dtype = self._network.dtype
+            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+            gradient = torch.cat([one.flatten().to(dtype) for one in gradients])
+            value, push, pull = _linearized(self.values(), parameters, dtype)
+            right = push(gradient).sub_(value, alpha=self.rate)
+            limits: Any = {"atol": self.tolerance, "btol": self.tolerance, "max_iterations": self.max_iterations}
+            found = lsmr(push, pull, right, n=len(gradient), **limits)
+            if found.status is Status.NOT_FINITE:
+                got = f"{int((~value.isfinite()).sum())} values of c that are not; if 0, J or the loss's gradient"
+                raise NonFiniteError("A correction is not finite.", expected="finite numbers", got=got)
+            parts = gradient.sub_(found.value).split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter.grad is None and bool(part.any()):
+                    parameter.grad = torch.empty_like(parameter)
+                if parameter.grad is not None:
+                    parameter.grad.copy_(part.view_as(parameter))
+        return Correction(_rms(value), float(found.misfit), int(found.iterations), found.status)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -164,3 +170,116 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)  # torch's own keeps three entries
+
+
+@torch.enable_grad()
+def _linearized(values: Tensor, parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, _Map, _Map]:
+    """``c [m]``, and products with its Jacobian from one graph: ``J v`` is the derivative of ``Jᵀ w`` in w."""
+    values, sizes = values.flatten(), [parameter.numel() for parameter in parameters]
+    cotangent, pulled = torch.zeros_like(values, requires_grad=True), list[Tensor]()
+    if values.requires_grad:
+        options: dict[str, bool] = {"create_graph": True, "materialize_grads": True}
+        pulled = [*torch.autograd.grad(values, parameters, cotangent, **options)]
+    depends = [one.requires_grad for one in pulled]
+    if not any(depends):
+        what, fix = "The constraint does not depend on the weights.", "Use the model that the constraint is given."
+        raise ConfigurationError(what, expected="a function of the weights that are trained", fix=fix)
+
+    def push(tangent: Tensor) -> Tensor:
+        parts = zip(pulled, tangent.split(sizes), depends, strict=True)
+        pairs = [(one, part.view_as(one).to(one.dtype)) for one, part, used in parts if used]
+        outputs, tangents = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, cotangent, tangents, retain_graph=True)[0].to(dtype)
+
+    def pull(weights: Tensor) -> Tensor:
+        options = {"retain_graph": True, "materialize_grads": True}
+        found = torch.autograd.grad(values, parameters, weights.to(values.dtype), **options)
+        return torch.cat([part.flatten().to(dtype) for part in found])
+
+    return values.detach().to(dtype), push, pull
+
+
+def _rms(values: Tensor) -> float:
+    """The root mean square."""
+    return float(values.detach().square().mean().sqrt())
+
+
+class Projection(NamedTuple):
+    """A state on a constraint, for ``load_state_dict``; the root mean squares of c there and before; steps taken."""
+
+    state: dict[str, Any]
+    violation: float
+    before: float
+    steps: int
+    converged: bool
+
+
+def project(
+    model: nn.Module,
+    constraint: Constraint,
+    points: Any = None,
+    *,
+    steps: int = 20,
+    parameters: Selection = "all",
+    tolerance: float | None = None,
+    progress: bool = False,
+) -> Projection:
+    """Weights near a trained network's that meet a constraint; the network itself stays as it is.
+
+    The steps of Gauss and Newton, ``θ ← θ − J⁺ c``, are halved until c falls. Where c is affine, one step gives the
+    nearest weights of all. For :class:`Sparse` the held weights become zero.
+
+    Args:
+        model: The trained network; a copy of it is moved.
+        constraint: ``c(model, points)``; what it draws at random is drawn once.
+        points: A batch, or a function that returns one, called once.
+        steps: At most so many.
+        parameters: Which may move, as whole tensors; see :mod:`laplace_plus.network.selection`.
+        tolerance: For the root mean square of c; by default 2e-5 in float32 and 4e-11 in float64, ``ε^⅔``.
+        progress: Whether to show a progress bar.
+
+    Warns:
+        ConvergenceWarning: The tolerance is not met: no step makes c smaller, or the steps are used up.
+
+    Raises:
+        LaplacePlusError: As :class:`NullSpaceOptimizer` and its steps.
+    """
+    checks.count("steps", steps, 1)
+    twin = copy.deepcopy(model)
+    named, selected = dict(twin.named_parameters()), select(twin, parameters)
+    if any(item.mask is not None or item.name not in named for item in selected):
+        what, expected = "Parts of parameters, or single uses of tied ones, cannot move alone.", "whole tensors"
+        raise UnsupportedError(what, expected=expected, fix="Freeze entries by a constraint on them.")
+    moving = [named[item.name] for item in selected]
+    for parameter in named.values():
+        parameter.grad = None
+        parameter.requires_grad_(any(parameter is one for one in moving))
+    points = points() if callable(points) else points
+    points = constraint.draw(points) if hasattr(constraint, "draw") else points
+    inside = torch.optim.SGD(moving, lr=1.0)
+    optimizer = NullSpaceOptimizer(inside, constraint, twin, points, rate=1.0, max_iterations=10_000)
+    if isinstance(constraint, Sparse) and constraint.held < constraint.sparsity:
+        constraint.choose(optimizer.trained(), constraint.sparsity)
+    if tolerance is None:
+        tolerance = 0.0 if isinstance(constraint, Sparse) else max(torch.finfo(p.dtype).eps for p in moving) ** (2 / 3)
+    before = violation = _rms(optimizer.values())
+    taken = 0
+    for _ in progress_bar(range(steps), enabled=progress, description="project"):
+        if violation <= tolerance:
+            break
+        old = [p.detach().clone() for p in moving]
+        optimizer.zero_grad()
+        optimizer.step()
+        with torch.no_grad():
+            for left in reversed(range(10)):
+                if (now := _rms(optimizer.values())) < violation:
+                    break
+                for parameter, origin in zip(moving, old, strict=True):
+                    parameter.lerp_(origin, 0.5 if left else 1.0)
+        if not now < violation:
+            break
+        violation, taken = now, taken + 1
+    if violation > tolerance:
+        what = f"The constraint is {violation:.2g} after {taken} steps, not within {tolerance:.2g}."
+        warn(f"{what} It may not be possible to meet it.", ConvergenceWarning)
+    return Projection(twin.state_dict(), violation, before, taken, converged=violation <= tolerance)
