@@ -127,7 +127,7 @@ def test_posterior_covariance_is_the_conditional_one():
 
 
 def test_variances_in_parts_are_the_same(monkeypatch):
-    monkeypatch.setattr("laplace_plus.applications.reconstruction.linearized_image._ENTRIES", 1)
+    monkeypatch.setattr("laplace_plus.applications.reconstruction.image_posterior._ENTRIES", 1)
     posterior = fitted()
     torch.testing.assert_close(posterior.variance().flatten(), posterior.covariance().diagonal())
     whole = fitted()
@@ -148,15 +148,6 @@ def test_log_probabilities(patch):
         normal = torch.distributions.MultivariateNormal(posterior.image.flatten()[own], covariance[own][:, own])
         expected += float(normal.log_prob(image.flatten()[own].double())) / 36
     assert math.isclose(float(posterior.log_prob(image, patch=patch, extra_variance=0.01)), expected, rel_tol=1e-9)
-
-
-def test_image_noise_is_that_of_the_pseudo_inverse():
-    posterior, matrix = fitted(), problem()[2]
-    expected = 0.09 * torch.linalg.pinv(matrix.mT @ matrix).diagonal().mean()
-    torch.testing.assert_close(posterior.image_noise(), expected)
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    some = 0.09 * ((right[:5].mT / values[:5]) ** 2).sum(1).mean()
-    torch.testing.assert_close(posterior.image_noise(rank=5), some)
 
 
 def test_samples_have_the_posteriors_moments():
@@ -341,7 +332,6 @@ def test_before_the_fit_and_after_a_change():
         posterior.fit_prior,
         posterior.log_marginal_likelihood,
         posterior.complexity,
-        posterior.image_noise,
         lambda: posterior.sample(1),
     ):
         with pytest.raises(NotFittedError):
