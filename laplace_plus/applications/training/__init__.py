@@ -5,8 +5,11 @@ from laplace_plus.applications.training.data_emphasized import (
     DataEmphasizedTraining,
     train_data_emphasized,
 )
-from laplace_plus.applications.training.marginal_likelihood import train_marginal_likelihood
-from laplace_plus.applications.training.run import MarginalLikelihoodTraining, Update
+from laplace_plus.applications.training.marginal_likelihood import (
+    MarginalLikelihoodTraining,
+    Update,
+    train_marginal_likelihood,
+)
 
 __all__ = [
     "DataEmphasized",

@@ -21,12 +21,12 @@ from torch.nn.functional import softplus
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.applications.training.loop import Loop, LoopOptions, OptimizerFactory, SchedulerFactory
+from laplace_plus.applications.training.loop import Loop, OptimizerFactory, SchedulerFactory, log_likelihood
 from laplace_plus.applications.uses.variances import adopt_variances
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import standard_normal
-from laplace_plus.network.batches import Batch, bind, iterate, output_tensor
+from laplace_plus.network.batches import Batch, bind, iterate
 from laplace_plus.posteriors import Diagonal
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.priors import LAYERWISE, Groups
@@ -131,14 +131,6 @@ def train_data_emphasized(
     if not isinstance(structure, Groups):
         checks.choice("structure", structure, ("scalar", LAYERWISE, "normalized_groups"))
     own = {"lr": 0.1, "momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    options = LoopOptions(
-        epochs=epochs,
-        optimizer=optimizer,
-        optimizer_options=own | dict(optimizer_options or {}),
-        scheduler=scheduler,
-        schedule_by=schedule_by,
-        max_gradient_norm=max_gradient_norm,
-    )
     resolved = resolve_likelihood(likelihood)
     if isinstance(prior_mean, str):
         checks.choice("prior_mean", prior_mean, ("pretrained",))
@@ -146,7 +138,19 @@ def train_data_emphasized(
         prior_mean = start if state is None else state["prior_mean"].to(start)
     posterior = Diagonal(model, resolved, prior_mean=prior_mean)
     bound = Bound(posterior, emphasis, initial_std, generator)
-    loop = Loop(model, posterior.network, loader, options, generator=generator, further=[bound.rho])
+    loop = Loop(
+        model,
+        posterior.network,
+        loader,
+        epochs=epochs,
+        optimizer=optimizer,
+        optimizer_options=own | dict(optimizer_options or {}),
+        scheduler=scheduler,
+        schedule_by=schedule_by,
+        max_gradient_norm=max_gradient_norm,
+        generator=generator,
+        further=[bound.rho],
+    )
     with loop.running():
         posterior.network.check_finite()
         batch = next(iterate(loader, device=posterior.network.device))
@@ -156,8 +160,7 @@ def train_data_emphasized(
             groups = posterior.prior_groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
         bound.group(None if groups is None else groups.index)
         if state is None:
-            loop.n_data, n_batches = loop.sizes(loader)
-            loop.mean_batch_size = loop.n_data / n_batches
+            loop.count()
         else:
             loop.restore(state)
             with torch.no_grad():
@@ -218,11 +221,7 @@ class Bound:
                 noise = standard_normal(own.shape, like=own, generator=self.generator)
                 sampled[name] = own + variance.sqrt().to(own) * noise
         raw = torch.func.functional_call(self.network.model, sampled, *bind(self.network.model, batch.inputs))
-        outputs = self.likelihood.arrange(output_tensor(raw))
-        self.likelihood.validate(outputs, batch.target)
-        rows, targets, weights = self.likelihood.rows(outputs, batch.target)
-        density = self.likelihood.log_density(rows, targets)
-        fit = torch.where(weights > 0, density, torch.zeros_like(density)).sum() / loop.mean_batch_size
+        fit = log_likelihood(self.likelihood, raw, batch.target) / loop.mean_batch_size
         divergence = (self.sizes * (prior / variance).log()).sum() / 2
         kappa = emphasis_of(self.emphasis, self.network.n_parameters, loop.n_data)
         return (divergence / (kappa * loop.n_data)).to(fit) - fit

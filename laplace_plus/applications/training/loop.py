@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -14,7 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from laplace_plus import checks
 from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError
-from laplace_plus.network.batches import Batch, iterate
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network.batches import Batch, iterate, output_tensor
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import uses
 from laplace_plus.posteriors.training_data import require_restartable
@@ -23,26 +23,10 @@ OptimizerFactory = Callable[..., optim.Optimizer]
 SchedulerFactory = Callable[[optim.Optimizer], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-    """How an epoch is trained; arguments of :func:`~laplace_plus.train_marginal_likelihood`."""
-
-    epochs: int
-    optimizer: OptimizerFactory
-    optimizer_options: Mapping[str, Any]
-    scheduler: SchedulerFactory | None
-    schedule_by: Literal["epoch", "batch"]
-    max_gradient_norm: float | None
-
-    def __post_init__(self) -> None:
-        checks.count("epochs", self.epochs)
-        checks.choice("schedule_by", self.schedule_by, ("epoch", "batch"))
-        if self.max_gradient_norm is not None:
-            checks.positive("max_gradient_norm", self.max_gradient_norm)
-
-
 class Loop:
-    """Epochs of training of all parameters that require gradients, and of further tensors.
+    """Epochs of training of all parameters that require gradients, and of ``further`` tensors.
+
+    The keywords are those of :func:`~laplace_plus.train_marginal_likelihood`; ``other`` are its other batches.
 
     Attributes:
         losses: The mean of the objective over each epoch so far.
@@ -58,19 +42,31 @@ class Loop:
         model: nn.Module,
         network: Network,
         loader: Iterable[Any],
-        options: LoopOptions,
         *,
+        epochs: int,
+        optimizer: OptimizerFactory,
+        optimizer_options: Mapping[str, Any],
+        scheduler: SchedulerFactory | None,
+        schedule_by: str,
+        max_gradient_norm: float | None,
         generator: torch.Generator | None,
         other: Iterable[Any] | None = None,
         further: Sequence[Tensor] = (),
     ):
+        checks.count("epochs", epochs)
+        checks.choice("schedule_by", schedule_by, ("epoch", "batch"))
+        if max_gradient_norm is not None:
+            checks.positive("max_gradient_norm", max_gradient_norm)
         for data in (loader, other):
             if isinstance(data, Iterator):  # iter() of a loader would draw a seed
                 require_restartable(data, "Training passes over the data many times.")
-        self.model, self.network, self.loader, self.options = model, network, loader, options
+        self.model, self.network, self.loader = model, network, loader
+        self.schedule_by, self.max_gradient_norm = schedule_by, max_gradient_norm
         self.generators = _generators(network.device, [loader, other], generator)
-        self.optimizer = _optimizer(network, options, further)
-        self.scheduler = None if options.scheduler is None else options.scheduler(self.optimizer)
+        trained = [p for p in network.model.parameters() if p.requires_grad]
+        self.optimizer = optimizer([*trained, *further], **optimizer_options)
+        _refuse_weight_decay(self.optimizer, network)
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         self.losses: list[float] = []
 
     @contextmanager
@@ -86,13 +82,14 @@ class Loop:
             for parameter in self.network.model.parameters():
                 parameter.grad = None
 
-    def sizes(self, data: Iterable[Any]) -> tuple[int, int]:
-        """The number of examples and of batches that a loader yields; generators are as before."""
+    def count(self, other: Iterable[Any] | None = None) -> None:
+        """Set N and the mean batch size by a pass over the data; generators are as before."""
         states = [generator.get_state() for generator in self.generators]
-        sizes = [len(batch.target) for batch in iterate(data, device="cpu")]
+        every = [self.loader] if other is None else [self.loader, other]
+        sizes = [[len(batch.target) for batch in iterate(data, device="cpu")] for data in every]
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
-        return sum(sizes), len(sizes)
+        self.n_data, self.mean_batch_size = sum(sizes[-1]), sum(sizes[0]) / len(sizes[0])
 
     def train(self, objective: Callable[[Batch], Tensor]) -> float:
         """One epoch; the mean of the objective over its batches. NonFiniteError says where training diverged."""
@@ -107,10 +104,10 @@ class Loop:
                 value = loss.item()
                 checks.finite("The loss", loss.detach())
                 loss.backward()
-                if self.options.max_gradient_norm is not None:
-                    nn.utils.clip_grad_norm_(clipped, self.options.max_gradient_norm)
+                if self.max_gradient_norm is not None:
+                    nn.utils.clip_grad_norm_(clipped, self.max_gradient_norm)
                 self.optimizer.step()
-                if self.options.schedule_by == "batch":
+                if self.schedule_by == "batch":
                     self._schedule(value)
                 total += value
             self.network.check_finite()
@@ -122,7 +119,7 @@ class Loop:
 
     def end(self, loss: float) -> None:
         """After an epoch: take a step of the schedule, and note the loss."""
-        if self.options.schedule_by == "epoch":
+        if self.schedule_by == "epoch":
             self._schedule(loss)
         self.losses.append(loss)
 
@@ -186,10 +183,8 @@ def _generators(device: torch.device, loaders: list[Any], generator: torch.Gener
     return list({id(own): own for own in held if isinstance(own, torch.Generator)}.values())
 
 
-def _optimizer(network: Network, options: LoopOptions, further: Sequence[Tensor]) -> optim.Optimizer:
-    """The optimizer; ConfigurationError for a weight decay of parameters that have a prior."""
-    parameters = [*(p for p in network.model.parameters() if p.requires_grad), *further]
-    made = options.optimizer(parameters, **options.optimizer_options)
+def _refuse_weight_decay(made: optim.Optimizer, network: Network) -> None:
+    """Raise ConfigurationError for a weight decay of parameters that have a prior."""
     under_prior = {id(parameter) for name, parameter in uses(network.model).items() if name in network.parameter_names}
     for group in made.param_groups:
         if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
@@ -197,4 +192,12 @@ def _optimizer(network: Network, options: LoopOptions, further: Sequence[Tensor]
             got = f"{type(made).__name__} with weight_decay={group['weight_decay']}"
             fix = 'Pass optimizer_options={"weight_decay": 0, ...}.'
             raise ConfigurationError(what, expected="an optimizer without weight decay", got=got, fix=fix)
-    return made
+
+
+def log_likelihood(likelihood: Likelihood, raw: Any, target: Any) -> Tensor:
+    """``Σ log p(y | f)`` of a batch's rows that are not ignored, from what the model returns; differentiable."""
+    outputs = likelihood.arrange(output_tensor(raw))
+    likelihood.validate(outputs, target)
+    rows, targets, weights = likelihood.rows(outputs, target)
+    density = likelihood.log_density(rows, targets)
+    return torch.where(weights > 0, density, torch.zeros_like(density)).sum()

@@ -8,19 +8,90 @@ same function of weights and hyperparameters: see :mod:`laplace_plus.application
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from laplace_plus.applications.training.loop import OptimizerFactory, SchedulerFactory
-from laplace_plus.applications.training.run import MarginalLikelihoodTraining, PosteriorFactory, Run, Settings, Update
+from laplace_plus import checks
+from laplace_plus._progress import progress_bar
+from laplace_plus.applications.training.loop import Loop, OptimizerFactory, SchedulerFactory, put_back, weights_of
+from laplace_plus.applications.training.objective import HyperparameterAscent, TrainingObjective
 from laplace_plus.curvature import Backend
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
-from laplace_plus.posteriors import KFAC, get_posterior
-from laplace_plus.priors import Groups
+from laplace_plus.network.batches import iterate
+from laplace_plus.posteriors import KFAC, GaussianPosterior, get_posterior
+from laplace_plus.priors import STRUCTURES, Groups
 from laplace_plus.tuning.base import tunes_noise
+from laplace_plus.tuning.groups import chosen_groups
+
+PosteriorFactory = Callable[..., GaussianPosterior]
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One update of the hyperparameters.
+
+    Attributes:
+        epoch: After which epoch, counted from 1.
+        evidence: The Laplace evidence in nats, at the weights after that epoch and the hyperparameters after the
+            update.
+        log_likelihood: ``log p(D|θ)`` in nats there, not tempered.
+        loss: The mean of the training objective over the epoch, see :func:`train_marginal_likelihood`.
+        prior_precision: After the update: 0-d or ``[G]``, one for each of the posterior's ``prior_groups``; of a
+            diagonal prior, each layer's geometric mean.
+        noise_std: Gaussian noise after the update, 0-d or ``[C]``; None for other likelihoods.
+        improved: Whether the evidence is the greatest so far.
+    """
+
+    epoch: int
+    evidence: float
+    log_likelihood: float
+    loss: float
+    prior_precision: Tensor
+    noise_std: Tensor | None
+    improved: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MarginalLikelihoodTraining:
+    """A network trained by the marginal likelihood, with the history of its training.
+
+    Attributes:
+        model: The network that was passed in, trained in place.
+        posterior: Fitted to it, with the hyperparameters found.
+        epoch: The epoch, counted from 1, whose weights and hyperparameters the result has.
+        evidence: The Laplace evidence there, in nats.
+        losses: The mean of the training objective over each epoch, in nats for each example.
+        updates: All updates of the hyperparameters, in order.
+        n_data: Number of examples of the posterior.
+        state: What training goes on from, after its last epoch: a dict of tensors and numbers that ``torch.save``
+            takes, and the argument ``state`` of the next call.
+    """
+
+    model: nn.Module
+    posterior: GaussianPosterior
+    epoch: int
+    evidence: float
+    losses: tuple[float, ...]
+    updates: tuple[Update, ...]
+    n_data: int
+    state: dict[str, Any] = field(repr=False)
+
+    @property
+    def evidences(self) -> tuple[float, ...]:
+        """The evidence after each update, in nats."""
+        return tuple(update.evidence for update in self.updates)
+
+    @property
+    def prior_precisions(self) -> Tensor:
+        """The prior precisions after each of U updates, ``[U]`` or ``[U, G]``."""
+        return torch.stack([update.prior_precision for update in self.updates])
 
 
 def train_marginal_likelihood(
@@ -46,7 +117,6 @@ def train_marginal_likelihood(
     hyper_steps: int | None = 100,
     hyper_lr: float = 0.1,
     early_stopping: bool = True,
-    patience: int | None = None,
     curvature_loader: Iterable[Any] | None = None,
     state: Mapping[str, Any] | None = None,
     callback: Callable[[Update], object] | None = None,
@@ -98,7 +168,6 @@ def train_marginal_likelihood(
         hyper_lr: Their size, in e-folds.
         early_stopping: Whether to end with the weights and hyperparameters of the update with the greatest evidence,
             instead of the last.
-        patience: End training after so many updates in a row without a greater evidence; by default never.
         curvature_loader: Other batches for the curvature and the evidence, such as the same images without random
             augmentation. N then counts these.
         state: ``.state`` of an earlier result, to go on from, with the same arguments and data; ``epochs`` counts those
@@ -106,7 +175,7 @@ def train_marginal_likelihood(
             holds torch's global generators, ``generator``, and those that a ``DataLoader`` and its samplers hold. Other
             sources of randomness (Python's, NumPy's, those of persistent workers) are the caller's. It equals a run
             that had more epochs from the start if its last epoch was one of those with an update.
-        callback: Called after every update.
+        callback: Called with every update.
         progress: Whether to show a progress bar, with loss and evidence.
         generator: Source of randomness for curvatures that sample labels. Dropout and shuffling draw from torch's
             global generator or the loader's, as in any training.
@@ -140,9 +209,134 @@ def train_marginal_likelihood(
         >>> trained.posterior.predictive(x).mean.shape
         torch.Size([40, 1])
     """
-    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
-    given["likelihood"] = resolve_likelihood(likelihood)
-    given["posterior"] = get_posterior(posterior) if isinstance(posterior, str) else posterior
-    given["tune_noise"] = tunes_noise(given["likelihood"], tune_noise)
-    given["optimizer_options"] = dict(optimizer_options or {})
-    return Run(model, loader, curvature_loader, Settings(**given), generator).train(state)
+    resolved = resolve_likelihood(likelihood)
+    tune_noise, curved = tunes_noise(resolved, tune_noise), loader if curvature_loader is None else curvature_loader
+    checks.count("burn_in", burn_in, 0)
+    checks.count("frequency", frequency)
+    checks.count("hyper_steps", 1 if hyper_steps is None else hyper_steps)
+    checks.positive("hyper_lr", hyper_lr)
+    factory = get_posterior(posterior) if isinstance(posterior, str) else posterior
+    shared: dict[str, Any] = {"prior_precision": 1.0, "prior_mean": prior_mean, "temperature": temperature}
+    shared |= {} if backend is None else {"backend": backend}
+    own = factory(model, resolved, **shared)
+    if not isinstance(own, GaussianPosterior):
+        what, expected = "The posterior has no evidence.", "a class such as lp.KFAC, or a function that returns one's"
+        raise ConfigurationError(what, expected=expected, got=f"a {type(own).__name__}")
+    loop = Loop(
+        model,
+        own.network,
+        loader,
+        epochs=epochs,
+        optimizer=optimizer,
+        optimizer_options=dict(optimizer_options or {}),
+        scheduler=scheduler,
+        schedule_by=schedule_by,
+        max_gradient_norm=max_gradient_norm,
+        generator=generator,
+        other=curvature_loader,
+    )
+    with loop.running():
+        # One batch first: what posterior or data do not support is refused before hours of training.
+        own.network.check_finite()
+        first = next(iterate(curved, device=own.network.device))
+        batches = [(first.inputs, first.target)]
+        own.fit(batches, generator=generator)
+        groups = None if structure in STRUCTURES else chosen_groups(own, structure, batches)
+        if groups is not None:
+            own.prior_groups = groups
+        own.prior_precision = prior_precision
+        ascent = HyperparameterAscent(
+            own, structure, groups, tune_noise=tune_noise, steps=hyper_steps, learning_rate=hyper_lr
+        )
+        run = _Run(loop, own, ascent, early_stopping)
+        if state is None:
+            loop.count(curvature_loader)
+        else:
+            run.restore(state)
+        bar = progress_bar(range(len(loop.losses) + 1, epochs + 1), enabled=progress, description="marginal likelihood")
+        for epoch in bar:
+            n_data, mean_batch_size = loop.n_data, loop.mean_batch_size
+            # Made anew, as a fit may choose other parameters.
+            loss = loop.train(TrainingObjective(model, own, n_data=n_data, mean_batch_size=mean_batch_size))
+            if curvature_loader is None:
+                loop.n_data = loop.n_examples
+            beyond = epoch - burn_in
+            is_due = epoch == epochs or (beyond > 0 and beyond % frequency == 0)
+            if is_due:
+                own.fit(curved, generator=generator)
+                run.update(epoch, loss)
+            loop.end(loss)
+            if isinstance(bar, tqdm):
+                evidence = f"{run.updates[-1].evidence:.6g}" if run.updates else "-"
+                bar.set_postfix(loss=f"{loss:.4g}", evidence=evidence, refresh=False)
+            if is_due and callback is not None:
+                callback(run.updates[-1])
+        last, kept = run.state(), run.kept
+        if run.best is not None:
+            put_back(own.network.model, run.best)
+        noise = kept["noise_std"]
+        found = factory(model, resolved if noise is None else resolved.with_noise(noise), **shared)
+        found.fit(curved, generator=generator)
+        if groups is not None:
+            found.prior_groups = groups
+        found.prior_precision = kept["prior_precision"]
+    return MarginalLikelihoodTraining(
+        model=model,
+        posterior=found,
+        epoch=kept["epoch"],
+        evidence=kept["evidence"],
+        losses=tuple(loop.losses),
+        updates=tuple(run.updates),
+        n_data=found.n_data,
+        state=last,
+    )
+
+
+class _Run:
+    """The updates of the hyperparameters, and what the result is to have of them."""
+
+    def __init__(self, loop: Loop, posterior: GaussianPosterior, ascent: HyperparameterAscent, early_stopping: bool):
+        self.loop, self.posterior, self.ascent, self.early_stopping = loop, posterior, ascent, early_stopping
+        self.updates: list[Update] = []
+        self.best: dict[str, Tensor] | None = None  # the weights of the update with the greatest evidence
+        self.kept: dict[str, Any] = {}  # the result's hyperparameters, its epoch and its evidence
+
+    def update(self, epoch: int, loss: float) -> None:
+        """Improve the hyperparameters of a fit at the present weights, and keep them if the result is to have them."""
+        posterior = self.posterior
+        self.loop.n_data = posterior.n_data
+        evidence = self.ascent.update()
+        precision, noise = posterior.prior_precision.detach(), posterior.noise_std
+        if self.ascent.structure == "diagonal":
+            precision = posterior.prior_groups.geometric_means(precision)
+        update = Update(
+            epoch=epoch,
+            evidence=evidence,
+            log_likelihood=posterior.laplace_model().log_likelihood(noise).item(),
+            loss=loss,
+            prior_precision=precision.double().cpu().clone(),
+            noise_std=None if noise is None else noise.clone(),
+            improved=evidence > max((update.evidence for update in self.updates), default=-math.inf),
+        )
+        self.updates.append(update)
+        if update.improved or not self.early_stopping:
+            hyper = {"prior_precision": posterior.prior_precision, "noise_std": noise}
+            self.kept = {**hyper, "epoch": epoch, "evidence": evidence}
+            self.best = weights_of(self.loop.network.model) if self.early_stopping else None
+
+    def state(self) -> dict[str, Any]:
+        """What training goes on from."""
+        posterior = self.posterior
+        hyper = {"prior_precision": posterior.prior_precision.clone(), "noise_std": posterior.noise_std}
+        kept = {"best": self.best, "kept": self.kept, "ascent": self.ascent.state()}
+        return {**self.loop.state(), **hyper, **kept, "updates": [dict(vars(update)) for update in self.updates]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.loop.restore(state)
+        self.updates = [Update(**update) for update in state["updates"]]
+        self.best, self.kept = state["best"], state["kept"]
+        self.posterior.prior_precision = state["prior_precision"]
+        if state["noise_std"] is not None:
+            self.posterior.noise_std = state["noise_std"]
+        self.ascent.restore(state["ascent"])

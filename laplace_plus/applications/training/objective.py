@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
+from laplace_plus.applications.training.loop import log_likelihood
 from laplace_plus.errors import NonFiniteError
-from laplace_plus.network.batches import Batch, call, output_tensor
+from laplace_plus.network.batches import Batch, call
 from laplace_plus.network.selection import uses
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.priors import Groups, PriorStructure
+from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
 
 
 class TrainingObjective:
@@ -37,29 +38,21 @@ class TrainingObjective:
         self._model, self._likelihood = model, posterior.likelihood
         self._n_data, self._scale = n_data, float(posterior.temperature) * mean_batch_size
         parameters = uses(network.model)
-        self._entries: list[tuple[nn.Parameter, Tensor | None]] = []
-        for item in network.selected:
-            parameter = parameters[item.name]
-            index = None if item.mask is None else item.mask.to(parameter.device).nonzero().squeeze(-1)
-            self._entries.append((parameter, index))
+        self._entries = [(parameters[item.name], item.mask) for item in network.selected]
         vector = network.vector()
         self._precision, self._mean = prior.vector().detach().to(vector), prior.mean.detach().to(vector)
 
     def penalty(self) -> Tensor:
         """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters, 0-d; differentiable in them."""
         flat = []
-        for parameter, index in self._entries:
-            entries = parameter.flatten() if index is None else parameter.flatten()[index]
+        for parameter, mask in self._entries:
+            entries = parameter.flatten() if mask is None else parameter.flatten()[mask.to(parameter.device)]
             flat.append(entries.to(self._precision))
         return (self._precision * (torch.cat(flat) - self._mean).square()).sum() / 2
 
     def __call__(self, batch: Batch) -> Tensor:
         """``ℓ_b``, 0-d and differentiable in the network's parameters."""
-        outputs = self._likelihood.arrange(output_tensor(call(self._model, batch.inputs)))
-        self._likelihood.validate(outputs, batch.target)
-        rows, targets, weights = self._likelihood.rows(outputs, batch.target)
-        log_density = self._likelihood.log_density(rows, targets)
-        fit = torch.where(weights > 0, log_density, torch.zeros_like(log_density)).sum()
+        fit = log_likelihood(self._likelihood, call(self._model, batch.inputs), batch.target)
         return (self.penalty() / self._n_data).to(fit) - fit / self._scale
 
 
@@ -72,19 +65,20 @@ class HyperparameterAscent:
     def __init__(
         self,
         posterior: GaussianPosterior,
-        structure: PriorStructure,
+        structure: str | Groups,
         groups: Groups | None = None,
         *,
         tune_noise: bool,
         steps: int | None,
         learning_rate: float,
     ):
-        self.posterior, self.structure, self.groups = posterior, structure, groups
+        self.posterior, self.groups = posterior, groups
+        self.structure: PriorStructure = LAYERWISE if groups is not None else structure  # type: ignore[assignment]
         self.tune_noise, self.steps = tune_noise, steps
         n_groups, n_entries = len(posterior.prior_groups.names), posterior.n_parameters
-        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[structure]
+        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[self.structure]
         precision = posterior.prior_precision.detach().double().cpu()
-        if structure == "diagonal" and precision.shape == (n_groups,):
+        if self.structure == "diagonal" and precision.shape == (n_groups,):
             precision = posterior.prior().vector().detach().double().cpu()
         if precision.numel() > 1:
             checks.shape("prior_precision", precision, shape)
