@@ -181,7 +181,7 @@ def interpolating():
 def test_an_interpolating_network_is_refused():
     posterior, x, y = interpolating()
     for options in ({"training_prior_precision": 0.5}, {"weight_decay": 0.01}):
-        with pytest.raises(UnsupportedError, match='marginal_likelihood".*refit'):
+        with pytest.raises(UnsupportedError, match='marginal_likelihood".*held-out'):
             lp.calibrate(posterior, **options)
     left = lp.leave_one_out(posterior)  # which is blind there: the reason
     assert float(left.nll(scale=0.0)) < 0.02
@@ -195,30 +195,6 @@ def test_the_marginal_likelihood_instead():
     assert found.report.rule == "marginal_likelihood"
     assert (found.temperature, found.covariance_scale) == (1.0, 1.0)
     torch.testing.assert_close(found.predictive(x).mean, posterior.predictive(x).mean)
-
-
-@pytest.mark.slow
-def test_a_refitted_fold_instead():
-    posterior, x, y = interpolating()
-    seen = []
-
-    def refit(batches):
-        inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))
-        seen.append(inputs)
-        return trained(inputs, labels, decay=0.0, steps=700, width=40)
-
-    generator = torch.Generator().manual_seed(3)
-    found = lp.calibrate(posterior, refit=refit, generator=generator)
-    assert len(seen[0]) == 32
-    assert found.report.rule == "refit"
-    assert found.covariance_scale == 0.0
-    assert found.temperature > 1
-    torch.testing.assert_close(found.predictive(x).mean, (posterior.network(x) / found.temperature).softmax(-1))
-    # the fold is what the second network has not seen
-    fold = torch.stack([row for row in x if not (seen[0] == row).all(-1).any()])
-    labels = torch.stack([label for row, label in zip(x, y, strict=True) if (fold == row).all(-1).any()])
-    outputs = refit([(seen[0], torch.stack([y[(x == row).all(-1)][0] for row in seen[0]]))])(fold).detach()
-    assert found.report.calibrated_nll == pytest.approx(float(loss(outputs / found.temperature, labels)), rel=1e-6)
 
 
 # -- what is no use ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ Leverages of the last layer alone are lower bounds, so the losses come out too l
 not used, and predictions are the network's own. Networks that interpolate their training data are refused: gradients
 vanish there, and leaving out is blind.
 
-With held-out data, :mod:`laplace_plus.applications.scaling` has the formulas.
+Held-out data make the Gaussian over outputs ``N(A f + b, A V Aᵀ)``, with the least mean loss of their targets (Guo et
+al., 2017). ``A`` is ``I/T`` with ``b = 0`` (``"temperature"``), diagonal (``"vector"``) or any matrix (``"matrix"``).
 """
 
 from __future__ import annotations
@@ -28,35 +29,27 @@ from typing import Any, Literal
 
 import scipy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.applications.scaling import fit_scaling, scaled
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import cut, iterate
-from laplace_plus.network.network import Network
+from laplace_plus.network.batches import iterate
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import Outputs, outputs_for, require_outputs
+from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
 from laplace_plus.tuning import fitted_data
 from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
 from laplace_plus.tuning.left_out_predictions import leave_one_out
 
-Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
-"""Trains a new network on some batches of the training data."""
-
-TEMPERATURES = (1 / 8, 8.0)
-"""Range of the search for a temperature, a factor of 8 either way; an optimum at its ends gives a warning."""
-
-HELD_OUT = 0.2
-"""Share of the training data that a refit holds out, as in five-fold cross-validation."""
+LARGEST = 8.0
+"""A temperature beyond this, or its inverse, is taken for a search that did not end, and gives a warning."""
 
 
 @stored
@@ -65,19 +58,19 @@ class CalibrationReport:
     """What a calibration found.
 
     Attributes:
-        rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), the fallbacks ``"refit"`` and
+        rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), the fallback
             ``"marginal_likelihood"``, or the method that scaled outputs on held-out data.
         fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
         training_nll: Mean loss of the network on its training data, in nats.
         leave_one_out_nll: Mean leave-one-out loss of the network itself; NaN where nothing was left out.
-        calibrated_nll: The same after calibration, minimised over one number; for ``"refit"`` the loss of the fold.
+        calibrated_nll: The same after calibration.
         largest_leverage: At ``κ α₀``; NaN where nothing was left out.
         kappa: The leverage factor.
-        converged: Whether T lies inside the searched range. For ``"refit"`` T = 1 counts as inside.
+        converged: Whether T lies inside the searched range.
         held_out_nll: Mean loss of the posterior on held-out data, before they scaled it.
     """
 
-    rule: Literal["temperature", "covariance", "refit", "marginal_likelihood", "vector", "matrix"]
+    rule: Literal["temperature", "covariance", "marginal_likelihood", "vector", "matrix"]
     fitted_temperature: float = math.nan
     training_nll: float = math.nan
     leave_one_out_nll: float = math.nan
@@ -133,7 +126,8 @@ class CalibratedPosterior:
         if self.weight is not None and outputs is not None and (self.weight.dim() > 1 or outputs != "diagonal"):
             what = "Scaled outputs need the covariances of all."
             raise ConfigurationError(what, expected="outputs=None", got=repr(outputs))
-        return scaled(mean / self.temperature, covariance * scale, self.weight, self.bias)
+        found = FunctionalPosterior(mean / self.temperature, covariance * scale)
+        return found if self.weight is None or self.bias is None else _scaled(*found, self.weight, self.bias)
 
     def predictive(
         self,
@@ -179,7 +173,6 @@ def calibrate(
     generator: torch.Generator | None = None,
     interpolation: float = INTERPOLATION,
     fallback: Literal["raise", "marginal_likelihood"] = "raise",
-    refit: Refit | None = None,
     progress: bool = False,
 ) -> CalibratedPosterior:
     """Calibrate a classifier; see :mod:`laplace_plus.applications.calibration`.
@@ -207,8 +200,6 @@ def calibrate(
         interpolation: The mean training loss, in nats, below which the network counts as interpolating; 0 for never.
         fallback: For networks that interpolate or have no weight decay: ``"raise"`` an error, or predict at the prior
             precision of largest ``"marginal_likelihood"``, with ``s = T = 1``.
-        refit: Instead of the fallback, a function that trains a network on 80 % of the training data, given as a list
-            of batches, and returns it. ``T ≥ 1`` is fitted to the other 20 %; predictions have no covariance.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -229,11 +220,11 @@ def calibrate(
         >>> generator = torch.Generator().manual_seed(0)
         >>> x = torch.randn(100, 2, generator=generator)
         >>> y = (x[:, 0] + torch.randn(100, generator=generator) > 0).long()
-        >>> model = nn.Linear(2, 2)
+        >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
         >>> for _ in range(100):
         ...     optimizer.zero_grad()
-        ...     nn.functional.cross_entropy(model(x), y).backward()
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
         ...     optimizer.step()
         >>> calibrated = lp.calibrate(lp.Full(model, "classification").fit([(x, y)]), weight_decay=0.1)
         >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
@@ -251,14 +242,10 @@ def calibrate(
         raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
     sampling: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator}
     if method != "leave_one_out":
-        if data is None or any(one is not None for one in (training_prior_precision, weight_decay, refit)):
+        if data is None or any(one is not None for one in (training_prior_precision, weight_decay)):
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
             raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
-        scaling = fit_scaling(posterior, data, method, progress=progress, **sampling)
-        found = {name: getattr(scaling, name) for name in ("calibrated_nll", "held_out_nll", "converged")}
-        report = CalibrationReport(rule=method, fitted_temperature=scaling.temperature, **found)
-        numbers: dict[str, Any] = {name: getattr(scaling, name) for name in ("temperature", "weight", "bias", "link")}
-        return CalibratedPosterior(copy.copy(posterior), covariance_scale=1.0, report=report, **numbers)
+        return _scaled_by(posterior, data, method, progress=progress, **sampling)
     known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
     checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
     checks.number("interpolation", interpolation, least=0.0)
@@ -273,18 +260,10 @@ def calibrate(
         return CalibratedPosterior(own, temperature=temperature, covariance_scale=scale, link=link, report=report)
 
     if not known or training_nll < interpolation:
-        if refit is not None:
-            fold = _refitted_outputs(posterior, again, refit, generator)
-            fitted, loss, inside = _best_temperature(posterior.likelihood, fold, (1.0, 1e3))
-            found = {"fitted_temperature": fitted, "calibrated_nll": loss, "converged": inside}
-            return result("refit", temperature=fitted, **found)
         if fallback == "marginal_likelihood":
             own.fit_prior_precision("marginal_likelihood")
             return result("marginal_likelihood", scale=1.0)
-        fix = (
-            'Pass fallback="marginal_likelihood" to predict with the marginal likelihood\'s prior precision, or refit= '
-            "to have a temperature fitted to a fold that a second training run did without."
-        )
+        fix = 'Pass fallback="marginal_likelihood" to predict with that prior precision, or calibrate on held-out data.'
         if not known:
             raise fitted_data.unknown_training_prior(fix)
         what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
@@ -294,7 +273,7 @@ def calibrate(
     own.prior_precision = decay if training_prior_precision is None else training_prior_precision
     left = leave_one_out(own, again, kappa=kappa, leverages=leverages, progress=progress)
     observations = left.likelihood.rows(left.mean.double(), left.targets)
-    fitted, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
+    fitted, loss, inside = _best_temperature(left.likelihood, observations)
     found = {
         "fitted_temperature": fitted,
         "leave_one_out_nll": float(left.nll(link="probit", scale=0.0)),
@@ -340,47 +319,105 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[f
     return best, loss(best)
 
 
-def _best_temperature(
-    likelihood: Likelihood, observations: Sequence[Tensor], limits: tuple[float, float]
-) -> tuple[float, float, bool]:
-    """The temperature of least mean loss, that loss, and whether it lies inside the limits; T = 1 always does.
-
-    The observations are flattened outputs, their targets and weights.
-    """
+def _best_temperature(likelihood: Likelihood, observations: Sequence[Tensor]) -> tuple[float, float, bool]:
+    """The temperature of least mean loss of flattened outputs, targets and weights, that loss, and whether it ended."""
     flat, targets, weight = observations
 
     def loss(logarithm: float) -> float:
         densities = checked_log_density(likelihood, flat / math.exp(logarithm), targets)
         return -float((densities * weight).sum() / weight.sum())
 
-    low, high = map(math.log, limits)
-    best, least = _minimum(loss, low, high)
-    inside = (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
+    end = math.log(LARGEST)
+    best, least = _minimum(loss, -end, end)
+    inside = abs(best) < end - 1e-4
     if not inside:
         message = f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched."
         warn(message, ConvergenceWarning)
     return math.exp(best), least, inside
 
 
-def _refitted_outputs(
-    posterior: GaussianPosterior, data: Iterable[Any], refit: Refit, generator: torch.Generator | None
-) -> list[Tensor]:
-    """Flattened outputs, targets and weights of a random fold, from a network trained on the rest of the data."""
-    source = "cpu" if generator is None else generator.device
-    order = torch.randperm(posterior.n_data, generator=generator, device=source).cpu()
-    is_held_out = torch.zeros(posterior.n_data, dtype=torch.bool)
-    is_held_out[order[: max(1, round(HELD_OUT * posterior.n_data))]] = True
-    kept: list[tuple[Any, Tensor]] = []
-    fold: list[tuple[Any, Tensor]] = []
-    start = 0
-    for batch in iterate(data, device=posterior.network.device, description="folds"):
-        size = len(batch.target)
-        own = is_held_out[start : start + size]
-        start += size
-        for part, chosen in ((kept, ~own), (fold, own)):
-            if number := chosen.nonzero().flatten().tolist():
-                part.append((cut(batch.inputs, number), batch.target[number]))
-    likelihood = posterior.likelihood
-    network = Network(refit(kept), "all", likelihood.arrange)
-    rows = [likelihood.rows(network.forward(inputs).double(), target) for inputs, target in fold]
-    return [torch.cat(column) for column in zip(*rows, strict=True)]
+def _scaled(mean: Tensor, covariance: Tensor, weight: Tensor, bias: Tensor) -> FunctionalPosterior:
+    """``N(A f + b, A V Aᵀ)`` for a diagonal ``[C]`` or a whole A ``[C, C]``; V as a functional posterior has it."""
+    matrix = (weight.diag() if weight.dim() == 1 else weight).to(mean)
+    moved = mean @ matrix.mT + bias.to(mean)
+    if covariance.shape == mean.shape:
+        return FunctionalPosterior(moved, covariance * matrix.diagonal().square())
+    if covariance.dim() == mean.dim() + 1:
+        return FunctionalPosterior(moved, matrix @ covariance @ matrix.mT)
+    n = mean[..., 0].numel()
+    across = torch.einsum("ac,ncmd,bd->namb", matrix, covariance.reshape(n, len(matrix), n, len(matrix)), matrix)
+    return FunctionalPosterior(moved, across.reshape(covariance.shape))
+
+
+def _scaled_by(
+    posterior: Posterior,
+    data: Iterable[Any],
+    method: Literal["temperature", "vector", "matrix"],
+    *,
+    link: str | None,
+    n_samples: int,
+    generator: torch.Generator | None,
+    progress: bool,
+) -> CalibratedPosterior:
+    """The posterior with scaled outputs; arguments, errors and warnings as of :func:`calibrate`."""
+    likelihood, size = posterior.likelihood, posterior.n_outputs
+    link = link or posterior.link or likelihood.links[0]
+    checks.choice("link", link, likelihood.links)
+    if method == "matrix" and size > MANY_OUTPUTS:
+        what = "A matrix has too many entries for held-out data."
+        raise UnsupportedError(what, expected=f"at most {MANY_OUTPUTS} outputs", got=f"{size}", fix='Use "vector".')
+    parts = []
+    for batch in iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}"):
+        mean, covariance = posterior.functional_posterior(batch.inputs, generator=generator)
+        likelihood.validate(mean, batch.target)
+        flat, targets, weight = likelihood.rows(mean.double(), batch.target)
+        parts.append((flat, covariance.double().reshape(len(flat), flat.shape[1], -1), targets, weight))
+    mean, covariance, targets, weight = (torch.cat(column) for column in zip(*parts, strict=True))
+    checks.positive("The number of targets that count", float(weight.sum()))
+    first = {"temperature": mean.new_zeros(1), "vector": mean.new_ones(size), "matrix": torch.eye(size).to(mean)}
+    bias = mean.new_zeros(size)
+    free = [first[method]] if method == "temperature" else [first[method], bias]
+    seed = draw_seed(generator) if link == "mc" else 0
+
+    def factors() -> tuple[Tensor, Tensor]:
+        if method == "temperature":
+            return (-free[0]).exp().expand(size), bias
+        # What a matrix adds to all logits alike says nothing, but the link "probit" would use it to change variances.
+        shared = free[0].mean(0) if method == "matrix" and likelihood.couples_outputs else 0.0
+        return free[0] - shared, bias
+
+    def loss() -> Tensor:  # with common random numbers
+        common = torch.Generator(device=mean.device).manual_seed(seed)
+        options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": common}
+        found = from_functional(likelihood, *_scaled(mean, covariance, *factors()), **options)
+        return -(found.log_prob(targets) * weight).sum() / weight.sum()
+
+    def evaluate() -> float:
+        value = loss()
+        for own, slope in zip(free, torch.autograd.grad(value, free), strict=True):
+            own.grad = slope
+        return float(value.detach())
+
+    before = float(loss())
+    with torch.enable_grad():
+        for own in free:
+            own.requires_grad_()
+        limits: dict[str, Any] = {"max_iter": 200, "tolerance_grad": 1e-7, "tolerance_change": 1e-12}
+        torch.optim.LBFGS(free, line_search_fn="strong_wolfe", **limits).step(evaluate)
+        after = evaluate()
+    slope = max(float(own.grad.abs().max()) for own in free if own.grad is not None)
+    largest = float(factors()[0].detach().abs().max())
+    converged = slope < 1e-4 and 1 / LARGEST < largest < LARGEST  # noqa: PLR2004
+    if not converged:
+        message = f"Scaling by {method} ended at a factor of {largest:.3g}, with a derivative of {slope:.2g} nats."
+        warn(message, ConvergenceWarning)
+    temperature = 1 / largest if method == "temperature" else 1.0
+    report = CalibrationReport(
+        rule=method, fitted_temperature=temperature, calibrated_nll=after, held_out_nll=before, converged=converged
+    )
+    made = CalibratedPosterior(
+        copy.copy(posterior), temperature=temperature, covariance_scale=1.0, link=link, report=report
+    )
+    if method != "temperature":
+        made.weight, made.bias = (own.detach() for own in factors())
+    return made
