@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.applications.fields.grid import Grid
+from laplace_plus.applications.fields.displaced import Grid
 
 BOX3 = [[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]
 DOUBLE = {"dtype": torch.float64}

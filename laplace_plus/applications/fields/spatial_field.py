@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.applications.fields.displaced import Displaced, Render, rows
-from laplace_plus.applications.fields.grid import Grid
+from laplace_plus.applications.fields.displaced import Displaced, Grid, Render, rows
 from laplace_plus.curvature import Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood

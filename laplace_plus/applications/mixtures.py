@@ -4,6 +4,8 @@ With one posterior for each of several networks trained from different starts, t
 approximations of Eschenhagen et al. (2021, arXiv:2111.03577). Moments follow from the law of total variance: with
 ``m̄ = Σ w_m E_m[y]`` the epistemic variance is ``Σ w_m (epistemic_m + (E_m[y] − m̄)²)``. The mutual information of the
 target with the member and its network is ``H[p] − Σ w_m (H[p_m] − I_m)``.
+
+Deep ensembles (Lakshminarayanan, Pritzel & Blundell, 2017, arXiv:1612.01474) are plain networks in place of posteriors.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, MixtureSameFamily, Normal
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import describe
-from laplace_plus.network.batches import iterate
-from laplace_plus.predictive import Prediction
+from laplace_plus.likelihoods.resolve import resolve_likelihood
+from laplace_plus.network.batches import inputs_of, iterate
+from laplace_plus.network.network import Network
+from laplace_plus.predictive import Prediction, from_samples
 
 _NEARLY_ALL = 0.99
 """Weight of one member from which a warning says that the mixture is that member."""
@@ -243,6 +247,85 @@ class Mixture:
             predictions=tuple(found),
             weights=self.weights,
         )
+
+
+class Ensemble:
+    """Trained networks behind one predictive ``1/M Σ_m p(y | f_m(x))``; their differences are epistemic.
+
+    Networks stay as they are, and are called in evaluation mode. Members of :class:`Mixture` are posteriors.
+
+    Args:
+        models: M trained networks with the same inputs and outputs.
+        likelihood: As for :class:`Posterior`. Gaussian noise that is not given is fitted to the residuals of the mean
+            of the networks by :meth:`fit`, without which nothing else needs one.
+
+    Raises:
+        ConfigurationError: No networks, or what are none.
+
+    Example:
+        >>> nets = [nn.Linear(2, 3) for _ in range(5)]
+        >>> Ensemble(nets, "classification").predictive(torch.zeros(4, 2)).mean.shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, models: Iterable[nn.Module], likelihood: Any):
+        self.likelihood: Likelihood = resolve_likelihood(likelihood)
+        several = () if isinstance(models, nn.Module) else models  # a Sequential iterates over its layers
+        self.networks = tuple(Network(model, "all", self.likelihood.arrange) for model in several)
+        checks.count("The number of networks", len(self.networks))
+
+    def __repr__(self) -> str:
+        return f"Ensemble({len(self.networks)} networks, {self.likelihood!r})"
+
+    def fit(self, data: Iterable[Any], *, progress: bool = False) -> Self:
+        """Set Gaussian noise to the root mean square of the residuals of the networks' mean, one level an output.
+
+        Training residuals are too small where networks interpolate: held-out data give a better noise.
+
+        Args:
+            data: Batches.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            ConfigurationError: The likelihood has no noise.
+            DataError: Residuals that are all zero.
+        """
+        if not self.likelihood.is_gaussian:
+            raise ConfigurationError("There is no noise to fit.", expected="a Gaussian likelihood", got=repr(self))
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for batch in iterate(data, device=self.networks[0].device, progress=progress, description="Ensemble: noise"):
+            mean = self._outputs(batch.inputs).mean(0)
+            outputs, targets, _ = self.likelihood.rows(mean, batch.target)
+            total = total + (outputs - targets).double().square().sum(0).cpu()
+            count += len(outputs)
+        if not bool((total > 0).all()):
+            raise DataError("The networks fit these data exactly.", got="no residuals", fix="Pass held-out data.")
+        self.likelihood = self.likelihood.with_noise((total / count).sqrt().to(mean))
+        return self
+
+    def _outputs(self, x: Any) -> Tensor:
+        with torch.no_grad():
+            found = [network.forward(network.receive(x)) for network in self.networks]
+        return torch.stack([checks.shape("A network's output", own, found[0].shape).to(found[0]) for own in found])
+
+    def predictive(
+        self, x: Any = None, *, joint: bool = False, generator: torch.Generator | None = None, **batch: Any
+    ) -> Prediction:
+        """``1/M Σ p(y | f_m(x))``.
+
+        Args:
+            x: A batch's inputs.
+            joint: Whether log-probabilities are of all inputs together.
+            generator: Source of randomness of entropies without a closed form.
+            **batch: In place of ``x``, the entries of a batch that is a mapping.
+
+        Raises:
+            ConfigurationError: Networks with other outputs than the first one's.
+            InputError: A network fails on these inputs.
+        """
+        checks.generator(generator)
+        outputs = self._outputs(inputs_of(batch) if x is None else x)
+        return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
 
 def _normals(distribution: Any) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -1,4 +1,4 @@
-"""Frozen posteriors: plain tensor operations for ``torch.compile``, ``torch.export``, ONNX and tracing.
+"""Posteriors as modules of plain tensor operations, for ``torch.compile``, ``torch.export``, ONNX and tracing.
 
 Of a linear last layer, ``J Σ Jᵀ`` is linear in the squared features in Σ's eigenbasis.
 """
@@ -22,6 +22,8 @@ from laplace_plus.predictive.outputs import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
 from laplace_plus.structured.kronecker import KroneckerBasis
+
+__all__ = ["FrozenPosterior", "FrozenPrediction", "freeze"]
 
 _PLAIN = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
@@ -224,12 +226,11 @@ def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> Froz
 
 def _last_layer(network: Network) -> nn.Module:
     """The layer of all selected parameters, which must be a linear one; UnsupportedError for any other selection."""
-    layer = network.layers[0]
-    prefix = f"{layer}." * bool(layer)
+    layer, names = network.layers[0], {*network.parameter_names}
     module: Any = dict(network.model.named_modules()).get(layer)
-    known = {f"{prefix}weight", f"{prefix}bias"}  # a class of its own may prepare what it multiplies
-    names = {*network.parameter_names}
-    if f"{prefix}weight" not in names or not names <= known or type(module).forward not in _PLAIN:
+    weight, bias = (f"{layer}.{name}" if layer else name for name in ("weight", "bias"))
+    # A class with a forward pass of its own may prepare what it multiplies.
+    if weight not in names or not names <= {weight, bias} or type(module).forward not in _PLAIN:
         raise _unsupported(f"it is over {', '.join(network.parameter_names[:4])}")
     return module
 
