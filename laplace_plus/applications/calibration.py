@@ -42,8 +42,13 @@ from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
+from laplace_plus.predictive.linearized import (
+    MANY_OUTPUTS,
+    FunctionalPosterior,
+    Outputs,
+    outputs_for,
+    require_outputs,
+)
 from laplace_plus.tuning import fitted_data
 from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
 from laplace_plus.tuning.left_out_predictions import leave_one_out

@@ -18,7 +18,7 @@ from laplace_plus.likelihoods.categorical import LOGISTIC_SCALES, centring_weigh
 from laplace_plus.network import batches
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
-from laplace_plus.predictive.outputs import outputs_for
+from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
 from laplace_plus.structured.kronecker import KroneckerBasis

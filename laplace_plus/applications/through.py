@@ -28,8 +28,7 @@ from laplace_plus.network.network import Network
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import output_indices
+from laplace_plus.predictive.linearized import FunctionalPosterior, output_indices
 
 
 def through(posterior: Posterior, function: Callable[..., Any], likelihood: Any = None) -> Through:

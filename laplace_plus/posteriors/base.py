@@ -36,8 +36,6 @@ from torch import Tensor, nn
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.errors import (
     ConfigurationError,
-    ModelChangedError,
-    NotFittedError,
     UnsupportedError,
     warn,
 )
@@ -46,7 +44,7 @@ from laplace_plus.network.batches import Batch, iterate, signature_of
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import decode, encode
-from laplace_plus.posteriors.predicting import Predicting
+from laplace_plus.posteriors.predicting import Predicting, changed
 from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, recording
 from laplace_plus.posteriors.storing import save
 from laplace_plus.posteriors.training_data import TrainingData
@@ -208,7 +206,7 @@ class Posterior(Predicting):
             del options[name]
         found = made.fit_batches(data, **options)
         if (now := self.network.mark()) != mark:
-            raise _changed(mark, now, "The network's forward pass writes to its own weights.")
+            raise changed(mark, now, "The network's forward pass writes to its own weights.")
         made.set_state(found)
         if before is not None:
             made.training_data = self.training_data.plus(data)
@@ -424,20 +422,6 @@ class Posterior(Predicting):
         state = f"fitted to {self.n_data} examples" if self.is_fitted else "not fitted"
         return f"{type(self).__name__}({self.likelihood!r}, P={self.n_parameters:,}, {state})"
 
-    def require_fit(self) -> None:
-        """Look whether there is a fit that still holds.
-
-        Raises:
-            NotFittedError: There is none.
-            ModelChangedError: The network's tensors or modules are no longer those of the fit.
-        """
-        if self._found is None:
-            what = f"This {type(self).__name__} has not been fitted."
-            raise NotFittedError(what, expected="fit(loader) first", got="no data so far")
-        now = self.network.mark()
-        if now is not self._mark and now != self._mark:
-            raise _changed(self._mark, now, "The network is no longer the one that the posterior was fitted on.")
-
     # -- saving, moving, copying ---------------------------------------------------------------------------------------
 
     @full_precision
@@ -493,10 +477,3 @@ class Posterior(Predicting):
 
 
 Posterior.__init__ = recording(Posterior.__init__, Posterior.__init__)  # type: ignore[method-assign]
-
-
-def _changed(before: Any, now: Any, what: str) -> ModelChangedError:
-    """The error that names the first tensor which two marks of a network tell apart."""
-    names = [new[0] for old, new in zip(before or [], now, strict=False) if old != new and type(old) is tuple]
-    got, fix = f"another {names[0]}" if names else "other modules", "Call fit() again, or give it a copy of the model."
-    return ModelChangedError(what, expected="the weights and buffers at the time of fit()", got=got, fix=fix)

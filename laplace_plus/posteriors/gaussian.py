@@ -29,8 +29,7 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, zero_curvature
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
-from laplace_plus.predictive.outputs import Outputs, pick
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, pick
 from laplace_plus.structured import Factor, KroneckerBlock
 from laplace_plus.structured.blocks import add_draws_
 from laplace_plus.tuning import GAUSSIAN_TUNERS, Tuner
@@ -274,8 +273,14 @@ class GaussianPosterior(Posterior):
         if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
             if scale != 1:
                 checks.positive("covariance_scale", scale)
-            factors = self.laplace_model().factors(precision.detach() / scale, temperature.detach() * scale)
-            self._factor_cache = key, factors
+            model, found = self.laplace_model(), dict[str, Factor]()
+            vector = model.vector
+            weights = (model.own_weights / (temperature.detach() * scale).to(vector.device)).to(vector)
+            precision = (precision.detach() / scale).to(vector.device, torch.float64).squeeze()
+            diagonals = model.diagonals(precision) if precision.ndim else {}
+            for layout, block in model.curvature.blocks:
+                found[layout.key] = block.factor(weights, diagonals.get(layout.key, precision).to(vector))
+            self._factor_cache = key, found
         return self._factor_cache[1]
 
     @override
@@ -301,7 +306,7 @@ class GaussianPosterior(Posterior):
             joint=joint,
             outputs=outputs,
             differentiable=differentiable,
-            expected_outputs=self.n_outputs or None,
+            expected_outputs=self._found.n_outputs or None,
             layouts=next(zip(*self._found.curvature.blocks, strict=True)),
         )[0]
         if self.tangent_mean is None:

@@ -12,11 +12,19 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, DataError, EmptyDataError, UnsupportedError, unknown_option
+from laplace_plus.errors import (
+    ConfigurationError,
+    DataError,
+    EmptyDataError,
+    ModelChangedError,
+    NotFittedError,
+    UnsupportedError,
+    unknown_option,
+)
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of
-from laplace_plus.network.network import Network
+from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of, to_device
+from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.deviations import (
@@ -28,8 +36,7 @@ from laplace_plus.predictive.deviations import (
     pushed,
 )
 from laplace_plus.predictive.from_outputs import stacked
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import MANY_OUTPUTS, Outputs, outputs_for, require_outputs
+from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
 
 Method = Literal["linearized", "sampled"]
 
@@ -44,12 +51,28 @@ class Predicting(ABC):
     likelihood: Likelihood
     link: str | None
     tangent_mean: Tensor | None
+    _found: Any  # the state of the fit, and a mark of the network then
+    _mark: Any
 
     default_method: ClassVar[Method] = "linearized"
     """How ``predictive`` predicts unless it is told."""
 
     _other_likelihood: Likelihood | None = None
     """That of the predictions, where they are of other outputs than the fit's; see ``lp.through``."""
+
+    def require_fit(self) -> None:
+        """Look whether there is a fit that still holds.
+
+        Raises:
+            NotFittedError: There is none.
+            ModelChangedError: The network's tensors or modules are no longer those of the fit.
+        """
+        if self._found is None:
+            what = f"This {type(self).__name__} has not been fitted."
+            raise NotFittedError(what, expected="fit(loader) first", got="no data so far")
+        now = self.network.mark()
+        if now is not self._mark and now != self._mark:
+            raise changed(self._mark, now, "The network is no longer the one that the posterior was fitted on.")
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -96,28 +119,33 @@ class Predicting(ABC):
             UnsupportedError: ``differentiable``, where there are only samples.
         """
         self.require_fit()
-        x, found = self.network.receive(x), None
+        x = self.network.receive(x)
+        options: dict[str, Any] = {"joint": joint, "outputs": outputs, "differentiable": differentiable}
         with torch.set_grad_enabled(differentiable):
-            if n_samples is None:
-                found = self._exact(x, joint=joint, outputs=outputs, differentiable=differentiable)
-            else:
-                self._check_samples(n_samples, x)
-            if found is None and differentiable:
-                what = f"{type(self).__name__} passes no gradients to x here: samples have none."
-                raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
-            return found or self._estimated(x, n_samples, joint=joint, outputs=outputs, generator=generator)
+            exact = self._exact(x, **options) if n_samples is None else None
+            return exact or self._estimated(x, n_samples, generator, **options)
 
     def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
         """The functional posterior in closed form, for a class that has one; None where samples have to tell."""
         return None
 
     def _estimated(
-        self, x: Any, n: int | None, *, joint: bool, outputs: Outputs, generator: torch.Generator | None
+        self,
+        x: Any,
+        n: int | None,
+        generator: torch.Generator | None,
+        *,
+        joint: bool,
+        outputs: Outputs,
+        differentiable: bool,
     ) -> FunctionalPosterior:
         """The functional posterior from n samples."""
-        return moments(*self._pushed(x, generator, n or MOST_SAMPLES), joint=joint, outputs=outputs)
+        if differentiable:
+            what = f"{type(self).__name__} passes no gradients to x here: samples have none."
+            raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
+        count = MOST_SAMPLES if n is None else checks.count("n_samples", n)
+        return moments(*self._pushed(x, generator, count), joint=joint, outputs=outputs)
 
-    @full_precision
     def predictive(
         self: Any,
         x: Any = None,
@@ -161,47 +189,39 @@ class Predicting(ABC):
             ModelChangedError: The network's weights have changed since the fit.
         """
         self.require_fit()
+        checks.generator(generator)
         if x is None:
             x = inputs_of(batch)
         elif batch:
-            raise unknown_option(
-                "predictive", next(iter(batch)), [*signature_of(Predicting.predictive).parameters][2:-1]
-            )
-        checks.choice("method", method, (None, "linearized", "sampled"))
-        likelihood = self._other_likelihood or self.likelihood
-        first, sampled = link or self.link or likelihood.links[0], (method or self.default_method) == "sampled"
-        count = MOST_SAMPLES if n_samples is None else n_samples
-        if sampled or first == "mc":
-            self._check_samples(count, x)
-        if sampled:
-            if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
-                what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
-                expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
-                got = f'method="sampled", link={link!r}, differentiable={differentiable}'
-                raise ConfigurationError(what, expected=expected, got=got)
-            with torch.no_grad():
+            known = [*signature_of(Predicting.predictive).parameters][2:-1]
+            raise unknown_option("predictive", next(iter(batch)), known)
+        likelihood, how = self._other_likelihood or self.likelihood, method or self.default_method
+        way, many = link or self.link or likelihood.links[0], self._found.n_outputs > MANY_OUTPUTS
+        count = MOST_SAMPLES if n_samples is None else checks.count("n_samples", n_samples)
+        with exact_arithmetic(self.network), torch.set_grad_enabled(differentiable):
+            x = to_device(x, self.network.device)
+            if how == "sampled":
+                if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
+                    what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
+                    expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
+                    got = f'method="sampled", link={link!r}, differentiable={differentiable}'
+                    raise ConfigurationError(what, expected=expected, got=got)
                 drawn = torch.stack(list(self.sampled_outputs(x, count, generator)))
-            if self.n_outputs:
-                require_outputs(drawn.shape, self.n_outputs, x)
-            return from_samples(likelihood, drawn, generator=generator, joint=joint)
-        many = self.n_outputs > MANY_OUTPUTS
-        if first == "mc" and many and not differentiable:
-            linear = self._functional_samples(x, count, joint=joint, generator=generator)
-            if linear is not None:
-                return from_samples(likelihood, linear, generator=generator, joint=joint)
-        needed = outputs_for(first, self.n_outputs) if many and not joint else None
-        estimated = needed and method is None and not differentiable
-        estimated = estimated and is_sampled(self.network, self.network.receive(x), variances=True)
-        if estimated:
-            source = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
-            n = n_samples or n_samples_for(self.n_parameters)
-        with torch.set_grad_enabled(differentiable):
-            options: dict[str, Any] = {"outputs": needed, "joint": joint}
-            if estimated:
-                found = self.functional_posterior(x, n_samples=n, generator=source, **options)
-            else:
-                found = self.functional_posterior(x, differentiable=differentiable, generator=generator, **options)
-            made = from_functional(likelihood, *found, link=first, n_samples=count, generator=generator, joint=joint)
+                require_outputs(drawn.shape, self._found.n_outputs or None, x)
+                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+            if how != "linearized":
+                raise unknown_option("predictive", how, ("linearized", "sampled"), word="method")
+            if way == "mc" and many and not differentiable and is_sampled(self.network, x, joint=joint):
+                drawn = self._linear_samples(x, count, generator)
+                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+            needed = outputs_for(way, self._found.n_outputs) if many and not joint else None
+            options: dict[str, Any] = {"joint": joint, "outputs": needed, "differentiable": differentiable}
+            found = None
+            if needed and method is None and not differentiable and is_sampled(self.network, x, variances=True):
+                source = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
+                found = self._estimated(x, n_samples or n_samples_for(self.n_parameters), source, **options)
+            found = found or self._exact(x, **options) or self._estimated(x, None, generator, **options)
+            made = from_functional(likelihood, *found, link=way, n_samples=count, generator=generator, joint=joint)
             if isinstance(found, EstimatedPosterior):
                 made = replace(made, without_each=found.without_each)
             if made.marginal is None:
@@ -249,25 +269,16 @@ class Predicting(ABC):
             raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none")
         return stacked(found)
 
-    def _check_samples(self, n_samples: int, x: Any) -> None:
-        """Raise unless the number of samples is positive, and there is something to predict."""
-        checks.count("n_samples", n_samples)
-        if not batch_size(x):
-            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
         x = self.network.receive(x)
         for vectors in self._sampled_chunks(n, generator):
             yield from self.network.several(x, vectors)
 
-    def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
-        """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
-        if not is_sampled(self.network, self.network.receive(x), joint=joint):
-            return None
-        with torch.no_grad():
-            mean, moved = self._pushed(x, generator, n)
-            return mean + moved
+    def _linear_samples(self, x: Any, n: int, generator: torch.Generator | None) -> Tensor:
+        """Samples ``[n, B, *, C]`` of the linearised outputs, where their covariance would be too large."""
+        mean, moved = self._pushed(x, generator, n)
+        return mean + moved
 
     def _pushed(
         self: Any, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES
@@ -291,3 +302,10 @@ class Predicting(ABC):
         step = max(1, DRAWN_SINGLY // each)
         for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
             yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])
+
+
+def changed(before: Any, now: Any, what: str) -> ModelChangedError:
+    """The error that names the first tensor which two marks of a network tell apart."""
+    names = [new[0] for old, new in zip(before or [], now, strict=False) if old != new and type(old) is tuple]
+    got, fix = f"another {names[0]}" if names else "other modules", "Call fit() again, or give it a copy of the model."
+    return ModelChangedError(what, expected="the weights and buffers at the time of fit()", got=got, fix=fix)

@@ -14,7 +14,7 @@ from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.predictive.deviations import is_sampled, pushed
+from laplace_plus.predictive.deviations import pushed
 
 
 class SampleBased(Posterior):
@@ -64,11 +64,7 @@ class SampleBased(Posterior):
         return pushed(self._center, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs)
 
     @override
-    def _functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
-        x = self.network.receive(x)
-        if not is_sampled(self.network, x, joint=joint):
-            return None
-        with torch.no_grad():
-            mean, deviations = self._pushed(x)  # k products, however many samples are asked for
-            combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
-            return mean + combined.view(n, *mean.shape)
+    def _linear_samples(self, x: Any, n: int, generator: torch.Generator | None) -> Tensor:
+        mean, deviations = self._pushed(x)  # k products, however many samples are asked for
+        combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
+        return mean + combined.view(n, *mean.shape)

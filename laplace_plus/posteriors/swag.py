@@ -40,8 +40,7 @@ from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.predictive.deviations import moments, pushed
-from laplace_plus.predictive.linearized import FunctionalPosterior, functional_posteriors
-from laplace_plus.predictive.outputs import Outputs
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
 

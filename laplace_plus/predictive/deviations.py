@@ -12,8 +12,7 @@ from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import Outputs, pick, require_outputs, wants_variances
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, pick, require_outputs, wants_variances
 from laplace_plus.structured.chunks import MIB, slices
 
 MOST_EXACT = 512

@@ -56,7 +56,6 @@ def from_functional(
     link = likelihood.links[0] if link is None else link
     if link not in likelihood.links:
         raise unknown_link(likelihood, link)
-    checks.count("n_samples", n_samples)
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
     if mean.dim() < 2 or not math.isfinite((mean.sum() + covariance.sum()).detach()):

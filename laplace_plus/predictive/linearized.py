@@ -6,22 +6,23 @@ built if one dense block covers all parameters.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import DataError
-from laplace_plus.likelihoods.base import check_finite, check_outputs
+from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.likelihoods.base import check_finite
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network import batches
 from laplace_plus.network.capture import Capture
 from laplace_plus.network.gradients import Gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_gradients
-from laplace_plus.predictive.outputs import Outputs, output_indices, pick, require_outputs, wants_variances
 from laplace_plus.structured import Factor
 from laplace_plus.structured.chunks import limit, slices
 from laplace_plus.structured.layout import Layout
@@ -32,7 +33,15 @@ WHOLE = "all"
 _CENTRED = 64
 """MiB of the rows ``e_k − w`` of all outputs of a head, which are written out for a few examples at a time."""
 
+MANY_OUTPUTS = 64
+"""With more outputs than this, links that need only variances get only variances: covariances would take C times the
+memory, and the links ignore them."""
+
 Factors = Mapping[str, Factor]
+
+Outputs = Literal["diagonal", "independent"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
+
+_OF_LINKS: dict[str, Outputs] = {"gumbel": "independent", "network": "independent", "probit": "diagonal"}
 
 
 class FunctionalPosterior(NamedTuple):
@@ -83,13 +92,18 @@ def functional_posteriors(
     """
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
-    require_outputs(shape, expected_outputs, inputs)
+    if not shape.numel() or expected_outputs not in (None, shape[-1]):
+        raise wrong_outputs(shape, expected_outputs, inputs)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
-    check_outputs(mean)
-    mode = "joint" if joint else "diagonal" if wants_variances(outputs, joint) else "full"
-    chosen = None if outputs is None or isinstance(outputs, str) else output_indices(outputs, shape).to(mean.device)
-    centre = centring_weights(mean) if outputs == "independent" else None
-    picked = pick(mean.view(shape), outputs).clone()
+    if not math.isfinite(mean.detach().sum()):
+        check_finite(mean, "The network's outputs")
+    mode, chosen, centre, picked = "joint" if joint else "full", None, None, mean.view(shape).clone()
+    if isinstance(outputs, str):
+        wants_variances(outputs, joint)  # refuses other texts
+        mode, centre = "diagonal", centring_weights(mean) if outputs == "independent" else None
+    elif outputs is not None:
+        chosen = output_indices(outputs, shape).to(mean.device)
+        picked = picked.gather(-1, chosen.expand(*shape[:-1], -1))
     gradients = Gradients(network, capture, layouts)
     head = None
     if capture.pointwise and WHOLE not in factor_sets[0]:
@@ -111,7 +125,8 @@ def functional_posteriors(
     results = []
     for covariance in covariances:
         own = covariance.reshape(final).to(mean.dtype)
-        check_finite(own, "The functional covariance")
+        if not math.isfinite(own.detach().sum()):
+            check_finite(own, "The functional covariance")
         own = own if centre is None else independent_variances(picked, own)
         results.append(FunctionalPosterior(picked, own))
     return results
@@ -167,44 +182,30 @@ def _of_cotangents(
 ) -> list[Tensor]:
     """``J Σ Jᵀ`` for each set of factors by one-hot cotangents of outputs ``[B, *, C]``, a few at a time.
 
-    Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint) for M positions.
+    Of M positions they have K outputs each: all, or those ``chosen``, ``[K]`` or ``[B, *, K]``. From each the mean by
+    the weights ``centre [B, *, C]`` is taken. Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or
+    ``[B, M·K, B, M·K]`` (joint).
     """
-    each = outputs.shape[-1] if chosen is None else chosen.shape[-1]
-    numbers = torch.arange(outputs.shape[1:-1].numel() * each)
+    n, n_positions, size = len(outputs), outputs.shape[1:-1].numel(), outputs.shape[-1]
+    table = torch.arange(size) if chosen is None else chosen.cpu()
+    each = table.shape[-1]
+    table = table.expand(1, n_positions, -1) if table.ndim == 1 else table.reshape(n, n_positions, each)
+    numbers = torch.arange(n_positions * each)
     step = len(numbers) if mode == "joint" else next(iter(gradients.cotangent_chunks(len(numbers)))).stop
     step = max(1, step // each) * each if mode == "full" else step  # whole positions
     chunks = []
     for which in numbers.split(step):
-        cotangents = _one_hot(outputs, chosen, centre, which // each, which % each)
+        rows, position = torch.arange(len(which)), which // each
+        units = outputs.new_zeros(len(which), len(table), n_positions, size)
+        units[rows[:, None], torch.arange(len(table)), position[:, None], table[:, position, which % each].T] = 1
+        units = units.expand(-1, n, -1, -1)  # all examples share one memory
+        if centre is not None:
+            units = units.clone()
+            units[rows, :, position] -= centre.reshape(n, n_positions, size)[:, position].transpose(0, 1)
+        cotangents = units.reshape(len(which), *outputs.shape)
         stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
         chunks.append(_quadratic_forms(stacks, factor_sets, mode, each if mode == "full" else None))
     return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
-
-
-def _one_hot(outputs: Tensor, chosen: Tensor | None, centre: Tensor | None, position: Tensor, number: Tensor) -> Tensor:
-    """Cotangents ``[V, B, *, C]`` of the chosen outputs with these numbers ``[V]`` at these positions.
-
-    Args:
-        outputs: All outputs, ``[B, *, C]``.
-        chosen: ``[K]`` of them (None for all), or ``[B, *, K]`` of each example.
-        centre: Weights ``[B, *, C]`` of the mean that is taken from the chosen ones, or None.
-        position: The position of each.
-        number: Which of the K.
-    """
-    flat, rows = outputs.reshape(len(outputs), -1, outputs.shape[-1]), torch.arange(len(number))  # flat: [B, M, C]
-    n, n_positions, size = flat.shape
-    if chosen is not None and chosen.ndim > 1:
-        example, own = torch.arange(n)[:, None], chosen.cpu().reshape(n, n_positions, -1)
-        units = flat.new_zeros(len(number), n, n_positions, size)
-        units[rows, example, position, own[example, position, number]] = 1
-        return units.reshape(len(number), *outputs.shape)
-    units = flat.new_zeros(len(number), 1, n_positions, size)
-    units[rows, :, position, number if chosen is None else chosen.cpu()[number]] = 1
-    units = units.expand(-1, n, -1, -1)  # all examples share one memory
-    if centre is not None:
-        units = units.clone()
-        units[rows, :, position] -= centre.reshape(flat.shape)[:, position].transpose(0, 1)
-    return units.reshape(len(number), *outputs.shape)
 
 
 def _quadratic_forms(stacks: Any, factor_sets: Sequence[Factors], mode: str, block: int | None = None) -> list[Tensor]:
@@ -231,3 +232,69 @@ def _quadratic_forms(stacks: Any, factor_sets: Sequence[Factors], mode: str, blo
                 part = torch.stack([factor.quadratic_form(own.select(group), mode) for group in groups], 1)
             totals[number] = totals[number] + part
     return totals
+
+
+def outputs_for(link: str, n_outputs: int) -> Outputs:
+    """What a link needs of so many outputs: variances where those do, or else all covariances."""
+    return _OF_LINKS.get(link) if n_outputs > MANY_OUTPUTS else None
+
+
+def require_outputs(shape: torch.Size, expected: int | None, inputs: Any) -> None:
+    """Raise :class:`DataError` for no examples, or another number of outputs."""
+    if not shape.numel() or expected not in (None, shape[-1]):
+        raise wrong_outputs(shape, expected, inputs)
+
+
+def wrong_outputs(shape: torch.Size, expected: int | None, inputs: Any) -> DataError:
+    """The error for no examples, or another number of outputs, as of an example without a batch axis."""
+    if not shape.numel():
+        return DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
+    what, fix = (
+        "The network gives another number of outputs than while fitting.",
+        "Pass a batch: x[None] for one input.",
+    )
+    got = f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}"
+    return DataError(what, expected=f"{expected} outputs for each example", got=got, fix=fix)
+
+
+def wants_variances(outputs: Outputs, joint: bool) -> bool:
+    """Whether a choice of outputs is of variances only; refuses other texts, and these with ``joint``."""
+    if isinstance(outputs, str) and (outputs not in ("diagonal", "independent") or joint):
+        expected = 'None, "diagonal", "independent" (neither with joint=True) or indices'
+        raise ConfigurationError("Unknown choice of outputs.", expected=expected, got=f"{outputs!r}, joint={joint}")
+    return isinstance(outputs, str)
+
+
+def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
+    """A choice of outputs as indices from 0 to C−1: ``[K]``, or ``[B, *, K]`` where each example has its own.
+
+    ConfigurationError for anything else: an index that is out of range would end a process on a GPU.
+    """
+    n_outputs = shape[-1]
+    try:
+        is_mixed = isinstance(outputs, (list, tuple)) and len({isinstance(entry, bool) for entry in outputs}) > 1
+        chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        is_mixed, chosen = True, torch.zeros(0)
+    if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
+        chosen = chosen.nonzero().squeeze(-1)
+    integers = not (is_mixed or chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
+    chosen = chosen.long() if integers else chosen
+    known = integers and chosen.ndim > 0 and chosen.numel() > 0
+    known = known and -n_outputs <= int(chosen.min()) and int(chosen.max()) < n_outputs
+    if not known or (chosen.ndim > 1 and chosen.shape[:-1] != shape[:-1]):
+        expected = (
+            f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}, at least one; or integers "
+        )
+        expected += f"{[*shape[:-1], 'K']} below {n_outputs}, for each example"
+        what = "The network does not have these outputs."
+        raise ConfigurationError(what, expected=expected, got=reprlib.repr(outputs))
+    return chosen % n_outputs
+
+
+def pick(values: Tensor, outputs: Outputs) -> Tensor:
+    """The chosen ones of ``[B, *, C]`` values, ``[B, *, K]``; all of them where variances or everything is wanted."""
+    if outputs is None or isinstance(outputs, str):
+        return values
+    chosen = output_indices(outputs, values.shape).to(values.device)
+    return values.gather(-1, chosen.expand(*values.shape[:-1], chosen.shape[-1]))

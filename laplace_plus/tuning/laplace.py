@@ -113,11 +113,12 @@ class LaplaceModel:
     def weights(self, noise_std: Any = None) -> Tensor:
         """The curvature's component weights ``[K]`` at a noise level, by default the likelihood's own, float64."""
         if noise_std is None:
-            return self._own_weights
+            return self.own_weights
         return self.backend.component_weights(self.likelihood, noise_std).to(self.vector.device, torch.float64)
 
     @cached_property
-    def _own_weights(self) -> Tensor:
+    def own_weights(self) -> Tensor:
+        """:meth:`weights` at the likelihood's own noise."""
         return self.backend.component_weights(self.likelihood).to(self.vector.device, torch.float64)
 
     def factors(self, precision: Tensor, temperature: Any = 1.0, noise_std: Any = None) -> dict[str, Factor]:
@@ -127,7 +128,7 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        weights = self._own_weights if noise_std is None else self.weights(noise_std)
+        weights = self.own_weights if noise_std is None else self.weights(noise_std)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(self.vector.device)
         weights = (weights / temperature).to(self.vector)

@@ -24,8 +24,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import functional_posteriors
-from laplace_plus.predictive.outputs import outputs_for
+from laplace_plus.predictive.linearized import functional_posteriors, outputs_for
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 

@@ -15,7 +15,6 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.predictive import linearized
-from laplace_plus.predictive import outputs as outputs_module
 from laplace_plus.predictive.deviations import pushed
 
 EXACT = 1e-10
@@ -191,7 +190,7 @@ def test_many_outputs_are_predicted_as_few(kind, parameters, monkeypatch):
     posterior = HEADS[kind](net, "classification", parameters=parameters).fit([(x, torch.randint(0, 7, (9,)))])
     full = posterior.predictive(x)
     assert full.functional_covariance.shape == (9, 7, 7)
-    for module in (outputs_module, sys.modules[lp.KFAC.predictive.__module__]):
+    for module in (linearized, sys.modules[lp.KFAC.predictive.__module__]):
         monkeypatch.setattr(module, "MANY_OUTPUTS", 6)
     many = posterior.predictive(x)
     assert many.functional_covariance.shape == (9, 7)
@@ -203,7 +202,7 @@ def test_many_outputs_of_sampled_posteriors(monkeypatch):
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double(), torch.randn(9, 3).double()
     posterior = lp.SampledLaplace(net, "classification", n_samples=4).fit([(x, torch.randint(0, 7, (9,)))])
     full = posterior.predictive(x)
-    for module in (outputs_module, sys.modules[lp.KFAC.predictive.__module__]):
+    for module in (linearized, sys.modules[lp.KFAC.predictive.__module__]):
         monkeypatch.setattr(module, "MANY_OUTPUTS", 6)
     torch.testing.assert_close(posterior.predictive(x).mean, full.mean)
 

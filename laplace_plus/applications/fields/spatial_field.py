@@ -24,8 +24,7 @@ from laplace_plus.network.shadow import unwrap
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import GaussianState
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import Outputs, output_indices, wants_variances
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
 from laplace_plus.structured import DenseBlock, DiagonalBlock
 from laplace_plus.tuning.base import Tuner
 from laplace_plus.tuning.validation import Validation

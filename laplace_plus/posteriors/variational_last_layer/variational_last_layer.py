@@ -33,8 +33,7 @@ from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.bounds import Bound, resolve_bound
 from laplace_plus.posteriors.variational_last_layer.conjugate import Regression, Solution
 from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians, climb
-from laplace_plus.predictive.linearized import FunctionalPosterior
-from laplace_plus.predictive.outputs import Outputs, pick, require_outputs, wants_variances
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, pick, require_outputs, wants_variances
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
 
