@@ -8,8 +8,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.posteriors import GaussianPosterior
 
 
-def require_posterior(posterior: Any, kind: type[Any] = GaussianPosterior) -> None:
-    """UnsupportedError for anything but such a posterior."""
-    if not isinstance(posterior, kind):
-        what = "This is no Gaussian posterior." if kind is GaussianPosterior else "This is no posterior."
-        raise UnsupportedError(what, expected="such as lp.KFAC", got=repr(posterior))
+def require_gaussian(posterior: Any) -> None:
+    """UnsupportedError for anything but a Gaussian posterior."""
+    if not isinstance(posterior, GaussianPosterior):
+        raise UnsupportedError("This is no Gaussian posterior.", expected="such as lp.KFAC", got=repr(posterior))

@@ -11,22 +11,29 @@ diagonal, and one penalty for each task.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_posterior
-from laplace_plus.applications.uses.task_sums import TaskSums, moved
+from laplace_plus.applications.uses.checks import require_gaussian
 from laplace_plus.curvature import Curvature
+from laplace_plus.curvature.structures import used_differently
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selection, refine, select, uses
 from laplace_plus.network.shadow import unwrap
+from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
+from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.priors import LAYERWISE, Groups
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, LowRankBlock
+from laplace_plus.structured.layout import Layout
 
 
 def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, Tensor] | Tensor) -> Tensor:
@@ -56,10 +63,12 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
         >>> float(lp.penalty(posterior, net).detach())
         0.0
     """
-    require_posterior(posterior)
-    is_prior = not posterior.is_fitted and isinstance(posterior.earlier, TaskSums)
+    require_gaussian(posterior)
+    if not posterior.is_fitted and posterior.earlier is not None:
+        posterior = copy.copy(posterior)
+        posterior.set_state(posterior.earlier)
     with exact_arithmetic(posterior.network):
-        model = posterior.earlier.laplace_model(posterior) if is_prior else posterior.laplace_model(moved=True)
+        model = posterior.laplace_model(moved=True)
         vector = _vector(posterior.network, parameters, model.vector)[None]
         squares = model.squared_distance(vector, posterior.prior_precision, posterior.temperature)
         return squares[0] / (2 * posterior.covariance_scale)
@@ -97,7 +106,7 @@ def continue_on(
         >>> lp.continue_on(posterior, net).fit([(x, 2 * x)]).n_data
         40
     """
-    require_posterior(posterior)
+    require_gaussian(posterior)
     old, before = posterior.network, posterior.laplace_model(moved=True)
     cls, options, sums = type(posterior), posterior.options, posterior.state
     if isinstance(posterior, Subnetwork):
@@ -109,10 +118,8 @@ def continue_on(
     places, size = torch.cat(starts), network.n_parameters
     precision, prior_mean, groups = posterior.prior_precision, posterior.prior_mean, posterior.prior_groups
     if size > len(places) and precision.numel() * prior_mean.numel() > 1:
-        what, fix = (
-            "The prior of new parameters is not known.",
-            "Pass parameters=posterior.parameter_names, or set one.",
-        )
+        what = "The prior of new parameters is not known."
+        fix = "Pass parameters=posterior.parameter_names, or set one."
         got = f"{precision.numel()} precisions and {prior_mean.numel()} means"
         raise ConfigurationError(what, expected="one prior precision and one mean", got=got, fix=fix)
 
@@ -137,7 +144,7 @@ def continue_on(
         found.prior_groups = Groups(groups.name, groups.names, placed(groups.index, 0))
     found.prior_precision = precision
     travelled = (before.vector - prior_mean.to(before.vector)).abs() if sums.travelled is None else sums.travelled
-    blocks = [moved(layout, block, places, found.network) for layout, block in sums.curvature]
+    blocks = [_placed(layout, block, places, found.network) for layout, block in sums.curvature]
     found.earlier = TaskSums(
         placed(before.vector, prior_mean),
         sums.n_data,
@@ -147,6 +154,36 @@ def continue_on(
         placed(travelled, 0.0),
     )
     return found
+
+
+@stored
+@dataclass(frozen=True)
+class TaskSums(GaussianState):
+    """Sums over tasks that may use other heads, at the ``mean [P]`` of the last one; the next may move the network."""
+
+    def plus(self, other: GaussianState) -> TaskSums:
+        """The sums over both, at the network's present weights; the likelihood of earlier data follows as a quadratic.
+
+        DataError if the two treat some parameter differently.
+        """
+        mean = other.mean
+        moved = mean - self.mean
+        squares = torch.zeros(len(self.statistics), dtype=torch.float64)
+        n_components = self.curvature.blocks[0][1].n_components
+        for number, unit in enumerate(torch.eye(n_components).to(mean)):
+            parts = [block.quadratic(unit, layout.gather(moved)[None])[0] for layout, block in self.curvature]
+            squares[number] = torch.stack(parts).double().sum()
+        squares = squares if len(squares) == 2 * n_components else -squares / 2  # of errors, or else a log-likelihood
+        travelled = None if self.travelled is None else torch.hypot(self.travelled, moved)
+        return replace(
+            self,
+            curvature=_sum(self.curvature, other.curvature, len(mean)),
+            statistics=self.statistics + squares + other.statistics,
+            n_data=self.n_data + other.n_data,
+            n_outputs=other.n_outputs,
+            travelled=travelled,
+            mean=mean,
+        )
 
 
 def _further(old: Network, model: nn.Module, parameters: Selection | None) -> dict[str, Tensor]:
@@ -167,10 +204,9 @@ def _named(network: Network, known: Mapping[str, Any]) -> list[Tensor]:
     for item in network.selected:
         own = known.get(item.name)
         if not isinstance(own, Tensor) or own.shape != item.shape or not own.is_floating_point():
+            what, expected = f"There is no parameter {item.name!r} of the posterior.", f"floats {list(item.shape)}"
             got = f"{own.dtype} {list(own.shape)}" if isinstance(own, Tensor) else f"none among {', '.join(known)}"
-            raise ConfigurationError(
-                f"There is no parameter {item.name!r} of the posterior.", expected=f"floats {list(item.shape)}", got=got
-            )
+            raise ConfigurationError(what, expected=expected, got=got)
         found.append(own)
     return found
 
@@ -186,3 +222,58 @@ def _vector(network: Network, parameters: Any, like: Tensor) -> Tensor:
         flat = own.to(like).flatten()
         parts.append(flat if item.mask is None else flat[item.mask.to(flat.device)])
     return torch.cat(parts)
+
+
+def _placed(layout: Layout, block: Block, places: Tensor, network: Network) -> tuple[Layout, Block]:
+    """A block at the positions of the same entries in another network's vector; blocks of all entries are zero else."""
+    size = network.n_parameters
+    if len(places) == size and torch.equal(places, torch.arange(size)):
+        return layout, block
+    if layout.key != whole_layout(network).key:
+        return Layout(layout.key, layout.names, layout.rule, places[layout.index.cpu()]), block
+    if isinstance(block, LowRankBlock):
+        vectors = block.vectors.new_zeros(len(block.vectors), size)
+        vectors[:, places.to(vectors.device)] = block.vectors
+        return whole_layout(network), LowRankBlock(block.values, vectors, block.rest)
+    if isinstance(block, DiagonalBlock):
+        values = block.values.new_zeros(*block.values.shape[:3], size)
+        values[..., places.to(values.device)] = block.values
+        return whole_layout(network), DiagonalBlock(values)
+    units = torch.eye(block.n_components).to(block.parts()[0])
+    each = torch.stack([block.dense(unit) for unit in units])
+    places, wide = places.to(each.device), each.new_zeros(len(each), 1, size, size)
+    wide[..., places[:, None], places] = each
+    return whole_layout(network), DenseBlock(wide, (1, 1, size))
+
+
+def _sum(old: Curvature, new: Curvature, size: int) -> Curvature:
+    """The sum of two tasks' curvatures, where a head that one of them does not use is zero, in whatever blocks."""
+    mine, theirs = ({layout.key: layout for layout, _ in one} for one in (old, new))
+    if mine.keys() == theirs.keys() or any(getattr(block, "corrected", None) is not None for _, block in old):
+        return old.clone().add_(new)  # corrected eigenvalues are measured in the old blocks' bases
+    if all(isinstance(block, DiagonalBlock) for one in (old, new) for _, block in one):
+        return _regrouped(old, new, size).add_(new)
+    shared = mine.keys() & theirs.keys()
+    found = Curvature([pair for pair in old if pair[0].key in shared]).clone()
+    found.add_(Curvature([pair for pair in new if pair[0].key in shared]))
+    alone = [pair for pair in (*old, *new) if pair[0].key not in shared]
+    covered = torch.zeros(size, dtype=torch.long)
+    for layout in found.layouts:
+        covered[layout.index] += 1
+    for layout, block in sorted(alone, key=lambda pair: pair[1].is_zero()):
+        if not covered[layout.index].any() or not block.is_zero():
+            found.blocks.append((layout, block.clone()))
+            covered[layout.index] += 1
+    if not bool((covered == 1).all()):
+        raise used_differently([layout.key for layout, _ in alone])
+    return found
+
+
+def _regrouped(old: Curvature, new: Curvature, size: int) -> Curvature:
+    """A diagonal in the other's blocks."""
+    first: Any = old.blocks[0][1]
+    total = first.values.new_zeros(first.n_components, size)
+    for layout, block in old:
+        assert isinstance(block, DiagonalBlock)
+        layout.scatter_(total, block.values)
+    return Curvature([(layout, DiagonalBlock(layout.gather(total))) for layout in new.layouts])

@@ -3,12 +3,10 @@
 With the posterior covariance Σ, the gradient ``∇ℓᵢ`` of a datum's negative log-likelihood and that of a scalar φ of the
 network's outputs, leaving out datum i changes φ by ``∇φᵀ Σ ∇ℓᵢ`` to first order. With the datum's covariance of outputs
 ``V = J Σ Jᵀ`` and curvature Λ, ``∇φᵀ Σ Jᵀ (I − Λ V)⁻¹ g`` is exact for linear φ and Gaussian noise.
-Without gradients, ``Cov(ℓᵢ, φ)`` over the posterior is the change of the mean of φ, with much noise from sampling.
 
 Scores follow from the precision of *training*: let the prior be its weight decay times the number of data, and the
 network be at the optimum. Sources: Koh and Liang (2017), "Understanding black-box predictions via influence functions";
-Nguyen et al. (2023), "A Bayesian approach to analysing training data attribution"; Kreer et al. (2025), "Bayesian
-influence functions for Hessian-free data attribution".
+Nguyen et al. (2023), "A Bayesian approach to analysing training data attribution".
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_posterior
+from laplace_plus.applications.uses.checks import require_gaussian
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import exact_arithmetic
@@ -33,7 +31,7 @@ Scalar = Literal["loss", "logit"] | Callable[[Tensor, Tensor], Tensor]
 class Attribution(NamedTuple):
     """Changes of Q scalars when each of N data is left out, positive where the scalar would grow; float64, on the CPU.
 
-    T scores stand behind each: one for each posterior, or one for each sample of the covariance.
+    T scores stand behind each: one for each posterior.
 
     Attributes:
         mean: ``[Q, N]``, of the T scores; ``[Q, k]`` with ``top=k``, the largest absolute values first.
@@ -54,11 +52,9 @@ def influence(
     query: Iterable[Any],
     *,
     data: Iterable[Any] | None = None,
-    method: Literal["linear", "leverage", "covariance"] = "linear",
+    method: Literal["linear", "leverage"] = "linear",
     of: Scalar = "loss",
     top: int | None = None,
-    n_samples: int = 1000,
-    generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Attribution:
     """The change of scalars of the network's outputs when single training data are left out.
@@ -67,12 +63,10 @@ def influence(
         posterior: A fitted Gaussian posterior, or those of several networks trained on the same data.
         query: Batches ``(x, y)`` of Q examples.
         data: Batches of the training data; by default those of the (first posterior's) fit. Their order must not vary.
-        method: ``"linear"``, ``"leverage"`` or ``"covariance"``, see :mod:`laplace_plus.applications.uses.influence`.
+        method: ``"linear"`` or ``"leverage"``, see :mod:`laplace_plus.applications.uses.influence`.
         of: φ: ``"loss"`` in nats, ``"logit"`` of the target's class, or a function of outputs ``[B, C]`` and targets
             that gives ``[B]``.
         top: Keep only so many data for each query.
-        n_samples: Of the posterior, for ``"covariance"``.
-        generator: Their source of randomness.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -90,41 +84,26 @@ def influence(
         >>> influence(posterior, [(x[:3], 2 * x[:3])]).mean.shape
         torch.Size([3, 20])
     """
-    checks.choice("method", method, ("linear", "leverage", "covariance"))
-    members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
-    checks.count("n_samples", n_samples, 2)
+    checks.choice("method", method, ("linear", "leverage"))
     checks.count("top", 1 if top is None else top, 1)
-    checks.generator(generator)
-    _check(members)
+    members = _members(posterior)
     data = members[0].training_data.again(data, "Attribution passes over the training data.")
-    found: tuple[Tensor, ...] | None = None
-    start = 0
+    means, stds = [], []
     with exact_arithmetic(members[0].network), torch.no_grad():
         asked = list(members[0].batches(query))
-        if method == "covariance":
-            scorers: list[Callable[[Batch], Tensor]] = [
-                _covariances(member, asked, of, n_samples // len(members) + 1, generator) for member in members
-            ]
-        else:
-            scorers = [_products(member, asked, of, corrected=method == "leverage") for member in members]
+        scorers = [_products(member, asked, of, corrected=method == "leverage") for member in members]
         for batch in members[0].batches(data, progress=progress, description="Influence: data"):
-            scores = torch.cat([score(batch).cpu() for score in scorers])
-            checks.finite("A change of a scalar", scores)
-            mean, count = scores.mean(0), len(scores)
-            std = scores.std(0) if count > 1 else torch.full_like(mean, torch.nan)
-            size = mean.shape[1]
-            rows = torch.arange(start, start + size).expand_as(mean)
-            start += size
-            own = mean, std, _p_values(mean, std, count), rows
-            found = own if found is None else tuple(torch.cat(pair, 1) for pair in zip(found, own, strict=True))
-            if top is not None and found[0].shape[1] > top:
-                kept = found[0].abs().topk(top).indices
-                found = tuple(one.gather(1, kept) for one in found)
-    assert found is not None
+            scores = checks.finite("A change of a scalar", torch.stack([score(batch).cpu() for score in scorers]))
+            means.append(scores.mean(0))
+            stds.append(scores.std(0) if len(members) > 1 else torch.full_like(means[-1], torch.nan))
+    mean, std = torch.cat(means, 1), torch.cat(stds, 1)
+    indices = torch.arange(mean.shape[1]).expand_as(mean)
     if top is not None:
-        order = found[0].abs().argsort(1, descending=True)
-        found = tuple(one.gather(1, order) for one in found)
-    return Attribution(*found)
+        indices = mean.abs().topk(min(top, mean.shape[1])).indices
+        mean, std = mean.gather(1, indices), std.gather(1, indices)
+    statistic = -(mean / std * len(members) ** 0.5).abs()
+    p_value = torch.as_tensor(2 * scipy.special.stdtr(len(members) - 1, statistic.numpy())).view_as(mean)
+    return Attribution(mean, std, p_value, indices)
 
 
 def self_influence(
@@ -134,8 +113,7 @@ def self_influence(
 
     Arguments and errors as for :func:`influence`; the mean of several posteriors.
     """
-    members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
-    _check(members)
+    members = _members(posterior)
     data, found = members[0].training_data.again(data, "Self-influence passes over the training data."), []
     with exact_arithmetic(members[0].network), torch.no_grad():
         for batch in members[0].batches(data):
@@ -148,10 +126,12 @@ def self_influence(
     return torch.cat(found)
 
 
-def _check(members: Sequence[Any]) -> None:
+def _members(posterior: GaussianPosterior | Sequence[GaussianPosterior]) -> list[GaussianPosterior]:
+    members = list(posterior) if isinstance(posterior, Sequence) else [posterior]
     for member in members:
-        require_posterior(member)
+        require_gaussian(member)
         member.require_fit()
+    return members
 
 
 def _noise(posterior: GaussianPosterior, like: Tensor) -> Tensor:
@@ -170,23 +150,21 @@ def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tenso
 
 def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor, of: Scalar) -> Tensor:
     posterior.likelihood.validate(outputs, targets)
-    if not callable(of):
-        checks.choice("of", of, ("loss", "logit"))
-    if of == "loss":
+    if callable(of):
+        values = of(outputs, targets)
+    elif checks.choice("of", of, ("loss", "logit")) == "loss":
         noise = posterior.likelihood.noise_std
         plain = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
         values = -plain.log_density(outputs, targets)
-    elif of == "logit":
-        values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
     else:
-        values = of(outputs, targets)
+        values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
     return checks.shape("The scalars", values, outputs.shape[:1])
 
 
 def _products(
     posterior: GaussianPosterior, asked: Sequence[Batch], of: Scalar, *, corrected: bool
 ) -> Callable[[Batch], Tensor]:
-    """Scores ``[1, Q, B]`` of a batch, by the tangents ``Σ ∇φ``, so that no gradients of single data are held."""
+    """Scores ``[Q, B]`` of a batch, by the tangents ``Σ ∇φ``, so that no gradients of single data are held."""
     network, model, factors, tangents = posterior.network, posterior.laplace_model(), posterior.factors(), []
     for batch in asked:
         with torch.enable_grad():
@@ -211,27 +189,6 @@ def _products(
             eye = torch.eye(covariance.shape[-1]).to(covariance)
             cotangent = torch.linalg.solve(eye - root @ root.mT @ covariance, cotangent[..., None])[..., 0]
         moved = torch.stack([network.tangent(inputs, tangent) for tangent in tangents]).double()
-        return torch.einsum("qbc,bc->qb", moved, cotangent)[None]
+        return torch.einsum("qbc,bc->qb", moved, cotangent)
 
     return scores
-
-
-def _covariances(
-    posterior: GaussianPosterior, asked: Sequence[Batch], of: Scalar, n: int, generator: torch.Generator | None
-) -> Callable[[Batch], Tensor]:
-    """Scores ``[S, Q, B]``: products of the deviations of S samples, which have the covariance as their mean."""
-    network, drawn = posterior.network, posterior.sample(n, generator=generator)
-
-    def values(batch: Batch, scalar: Scalar) -> Tensor:
-        each = network.several(network.receive(batch.inputs), drawn)
-        rows = torch.stack([_scalars(posterior, outputs, batch.target, scalar).double() for outputs in each])
-        return rows - rows.mean(0)
-
-    queries = torch.cat([values(batch, of) for batch in asked], 1)
-    temperature = float(posterior.temperature)
-    return lambda batch: queries[:, :, None] * values(batch, "loss")[:, None] * (n / (n - 1) / temperature)
-
-
-def _p_values(mean: Tensor, std: Tensor, count: int) -> Tensor:
-    statistic = -(mean / std * count**0.5).abs()
-    return torch.as_tensor(2 * scipy.special.stdtr(count - 1, statistic.numpy())).view_as(mean)

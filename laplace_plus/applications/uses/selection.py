@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_posterior
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import batch_size, can_be_cut, cut
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
+from laplace_plus.tuning.tangent_model import batch_jacobian
 
 Method = Literal["variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"]
 
@@ -88,7 +88,6 @@ def select(
     """
     checks.choice("method", method, ("variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"))
     checks.choice("scale", scale, ("layer", None))
-    require_posterior(posterior, Posterior)
     checks.count("k", k, 1)
     checks.count("n_features", n_features, 1)
     checks.generator(generator)
@@ -116,6 +115,7 @@ def _posterior_roots(posterior: Posterior, n: int, generator: torch.Generator | 
 
 
 def _prior_roots(posterior: Posterior, n: int, generator: torch.Generator | None, *, by_layer: bool) -> Tensor:
+    """``[P, S]`` whose rows' products are the identity, exactly or in expectation, but for the scale by layer."""
     size, network = posterior.n_parameters, posterior.network
     if size <= n:
         roots = torch.eye(size, dtype=torch.float64, device=network.device)
@@ -136,16 +136,10 @@ def _features(posterior: Posterior, inputs: Any, roots: Tensor, *, weighted: boo
     step = max(1, _ENTRIES // (max(1, posterior.n_outputs) * posterior.n_parameters))
     cuts = [slice(start, start + step) for start in range(0, size, step)] if can_be_cut(inputs, size) else []
     for part in [cut(inputs, some) for some in cuts] or [inputs]:
-        found = network.forward(part)
+        found, jacobian = batch_jacobian(network, part)
         checks.finite("The network's output", found)
         checks.shape("The network's output", found, [None, None])
-        basis = torch.eye(found.shape[1]).to(found)[:, None].expand(-1, len(found), -1)
-        gradients = network.per_example_gradients(part, network.parameter_names, basis.contiguous())
-        flat = []
-        for item in network.selected:
-            own = gradients[item.name].flatten(2)
-            flat.append(own if item.mask is None else own[..., item.mask.to(own.device)])
-        moved = (torch.cat(flat, -1).to(roots.dtype) @ roots).double().transpose(0, 1)
+        moved = (jacobian.to(roots.dtype) @ roots).double().view(*found.shape, -1)
         rows.append(_output_root(posterior, found.double()) @ moved if weighted else moved)
     return torch.cat(rows)
 

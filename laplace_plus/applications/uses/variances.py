@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.task_sums import TaskSums
+from laplace_plus.applications.uses.continual import TaskSums
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.base import describe
