@@ -22,8 +22,8 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
+from laplace_plus.linalg.estimates import jackknife
 from laplace_plus.linalg.linear_maps import require_finite
-from laplace_plus.linalg.results import jackknife
 
 _TOGETHER = 16
 """Probes that are multiplied together; bounds the memory, which grows with it."""

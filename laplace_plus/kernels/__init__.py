@@ -4,7 +4,7 @@
 |---|---|---|
 | :func:`symmetric_update`, :func:`symmetrize_` | ``syrk`` or matrix products | one triangle, rows split, batched |
 | :func:`convolution_factor` | products of lags, or patches in chunks | – |
-| :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
+| :func:`orthogonalize` | matrix–vector products | three passes over the basis, not four |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`symmetric_eigen` | LAPACK, or torch's solvers | – |
 
@@ -14,7 +14,7 @@ of the functions builds an autograd graph.
 
 from laplace_plus.kernels.convolution import convolution_factor
 from laplace_plus.kernels.eigen import require_finite, symmetric_eigen
-from laplace_plus.kernels.gram_schmidt import inner, inner_products, orthogonalize, three_term_update, vector_norm
+from laplace_plus.kernels.gram_schmidt import inner, inner_products, orthogonalize, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
 from laplace_plus.kernels.symmetric_update import all_finite, symmetric_update, symmetrize_
 
@@ -30,7 +30,6 @@ __all__ = [
     "symmetric_eigen",
     "symmetric_update",
     "symmetrize_",
-    "three_term_update",
     "use",
     "vector_norm",
 ]

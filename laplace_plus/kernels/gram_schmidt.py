@@ -1,4 +1,4 @@
-"""The vector work of Krylov methods: inner products, Gram–Schmidt against a basis, and the three-term recurrence.
+"""The vector work of Krylov methods: inner products, and Gram–Schmidt against a basis.
 
 Two runs of classical Gram–Schmidt are orthogonal to rounding (Giraud, Langou and Rozložník 2005: "twice is enough").
 They consist of matrix–vector products with the basis, while the modified process consists of single inner products.
@@ -18,14 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
-
-R = TypeVar("R")
 
 _SEGMENT = 1 << 16
 """Products in one float32 sum: an error of 10⁻⁶, at a negligible number of calls."""
@@ -69,15 +66,15 @@ def _is_long(vectors: Tensor) -> bool:
     return vectors.device.type == "cpu" and vectors.dtype != torch.float64 and vectors.shape[-1] > 2 * _SEGMENT
 
 
-def orthogonalize(basis: Tensor, vector: Tensor, *, passes: int = 2) -> tuple[Tensor, Tensor]:
-    """Subtract from a vector its projection on the rows of a basis, by classical Gram–Schmidt.
+def orthogonalize(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract from a vector its projection on the rows of a basis, by classical Gram–Schmidt, twice.
 
-    ``h = Q w; w ← w − Qᵀ h``, and once more: ``h' = Q w; w ← w − Qᵀ h'; h ← h + h'``.
+    ``h = Q w; w ← w − Qᵀ h``, and once more: ``h' = Q w; w ← w − Qᵀ h'; h ← h + h'``. In torch, or by the Triton kernel
+    where all tensors have contiguous rows.
 
     Args:
         basis: Q, orthonormal rows ``[K, n]``, or ``[m, K, n]`` for m probes; best with contiguous rows.
         vector: w, ``[n]`` or ``[m, n]``, of the same type: float32 or float64. It does not change.
-        passes: 2, or 1 for the first half only, if the vector is already almost orthogonal to the rows.
 
     Returns:
         The new vector, and the coefficients h: ``[K]`` or ``[m, K]``.
@@ -87,58 +84,20 @@ def orthogonalize(basis: Tensor, vector: Tensor, *, passes: int = 2) -> tuple[Te
         (tensor([0., 0., 5.]), tensor([3., 4.]))
     """
     if vector.ndim == 1:
-        output, coefficients = orthogonalize(basis[None], vector[None], passes=passes)
+        output, coefficients = orthogonalize(basis[None], vector[None])
         return output[0], coefficients[0]
-    return _fastest("orthogonalize", reference_orthogonalize, 2 * passes, basis, vector, passes)
-
-
-def three_term_update(
-    vector: Tensor, current: Tensor, previous: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Lanczos without its product: ``w ← w − α q − β p`` with ``α = ⟨w, q⟩``, and the norm of the result.
-
-    Args:
-        vector: w, ``[n]`` or ``[m, n]`` for m probes, float32 or float64. It does not change.
-        current: q, of the same shape and type.
-        previous: p, likewise; None in the first step.
-        beta: β, ``[]`` or ``[m]``; None in the first step.
-
-    Returns:
-        The new vector, α, and the norm of the vector, each ``[]`` or ``[m]``.
-
-    Example:
-        >>> w, q = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.0])
-        >>> three_term_update(w, q, None, None)
-        (tensor([0., 3.]), tensor(2.), tensor(3.))
-    """
-    if previous is None and beta is None:
-        previous, beta = current, vector.new_zeros(vector.shape[:-1])
-    assert previous is not None and beta is not None
-    if vector.ndim == 1:
-        output, alpha, norm = three_term_update(vector[None], current[None], previous[None], beta[None])
-        return output[0], alpha[0], norm[0]
-    return _fastest("three_term_update", reference_three_term_update, 6, vector, current, previous, beta.contiguous())
-
-
-def _fastest(name: str, reference: Callable[..., R], passes: int, *arguments: Any) -> R:
-    """Run an operation in torch, or by the Triton kernel of that name if all tensors have contiguous rows.
-
-    ``passes`` is the number of times that the first tensor is moved.
-    """
-    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    largest = tensors[0]
-    candidates: dict[str, Callable[[], R]] = {REFERENCE: partial(reference, *arguments)}
-    usable = all(x.numel() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in tensors)
-    kernels = triton_kernels("gram_schmidt", largest.device) if usable else None
+    basis, vector = basis.detach(), vector.detach()
+    candidates = {REFERENCE: partial(reference_orthogonalize, basis, vector)}
+    usable = all(x.numel() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in (basis, vector))
+    kernels = triton_kernels("gram_schmidt", basis.device) if usable else None
     if kernels is not None:
-        candidates["triton"] = partial(getattr(kernels, name), *arguments)
-    key = (name, largest.device, largest.dtype, passes, *size_class(*largest.shape))
-    work = 10.0 * passes * largest.numel() * largest.element_size()
-    return candidates[choose(key, largest.device, work, candidates)]()
+        candidates["triton"] = partial(kernels.orthogonalize, basis, vector)
+    key = ("orthogonalize", basis.device, basis.dtype, *size_class(*basis.shape))
+    work = 40.0 * basis.numel() * basis.element_size()
+    return candidates[choose(key, basis.device, work, candidates)]()
 
 
-def reference_orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tensor, Tensor]:
+def reference_orthogonalize(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """Torch's own, of ``[m, n]`` against ``[m, k, n]``.
 
     The CPU takes one probe after another, because batched matrix–vector products are slower there.
@@ -146,25 +105,14 @@ def reference_orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> t
     if basis.device.type == "cpu":
         output, coefficients = torch.empty_like(vector), vector.new_zeros(basis.shape[:-1])
         for rows, given, result, h in zip(basis, vector, output, coefficients, strict=True):
-            for number in range(passes):
-                source = result if number else given
+            for source in (given, result):
                 products = inner_products(rows, source)
                 torch.addmv(source, rows.T, products, alpha=-1, out=result)
                 h += products
         return output, coefficients
     output, total = vector.unsqueeze(1), vector.new_zeros(())
-    for _ in range(passes):
+    for _ in range(2):
         products = torch.bmm(output, basis.mT)
         output = torch.baddbmm(output, products, basis, alpha=-1)
         total = total + products
     return output.squeeze(1), total.squeeze(1)
-
-
-def reference_three_term_update(
-    vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch's own, for ``[m, n]`` and β ``[m]``."""
-    alpha = inner(vector, current)
-    output = torch.addcmul(vector, alpha[:, None], current, value=-1)
-    output.addcmul_(beta[:, None], previous, value=-1)
-    return output, alpha, vector_norm(output)

@@ -29,13 +29,20 @@ Estimates come as an :class:`Estimate` with a standard error, solutions as a :cl
 :class:`Status`. ``docs/linalg.md`` has costs and examples.
 """
 
-from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
-from laplace_plus.linalg.arnoldi_functions import arnoldi_function, of_eigenvalues, phi
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.cg import cg
+from laplace_plus.linalg.estimates import Estimate, draw_probes
+from laplace_plus.linalg.krylov import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
+from laplace_plus.linalg.linear_maps import as_operator
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
-from laplace_plus.linalg.matrices import Dense, Diagonal, Identity, as_operator
-from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
+from laplace_plus.linalg.matrix_functions import (
+    FunctionValue,
+    arnoldi_function,
+    bilinear,
+    matrix_function,
+    of_eigenvalues,
+    phi,
+)
 from laplace_plus.linalg.null_space import (
     AlternatingProjection,
     LSMRProjection,
@@ -43,11 +50,10 @@ from laplace_plus.linalg.null_space import (
     project_null_space,
 )
 from laplace_plus.linalg.nystrom import NystromApproximation, nystrom
-from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.operators import Dense, Diagonal, Identity, Operator
 from laplace_plus.linalg.partial_eigen import PartialEigen, eigsh
-from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.results import Estimate, Solution, Status
 from laplace_plus.linalg.slq import slq_logdet, slq_trace
+from laplace_plus.linalg.solving import Solution, Status
 from laplace_plus.linalg.traces import diagonal, trace
 
 __all__ = [

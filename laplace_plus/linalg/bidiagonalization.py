@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.arnoldi import LanczosDecomposition, decomposition
-from laplace_plus.linalg.krylov import KrylovSpace
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec
+from laplace_plus.linalg.krylov import KrylovSpace, LanczosDecomposition, decomposition, start_vectors
+from laplace_plus.linalg.linear_maps import NOT_TRANSPOSED, LinearMap, Matvec, without_autocast
 from laplace_plus.linalg.operators import Operator
 
 
@@ -128,7 +126,7 @@ class _Augmented(LinearMap):
     """``[[0, A], [Aᵀ, 0]]``, for vectors of which one half is zero."""
 
     symmetric = True
-    asymmetry = "rmatvec is not the transpose of the operator."
+    complaint = NOT_TRANSPOSED
 
     def __init__(self, A: LinearMap):
         self._own, self.n, self.m = A, A.m + A.n, A.m + A.n

@@ -1,61 +1,185 @@
-r"""Krylov spaces with full re-orthogonalisation, and the derivative of Krylov decompositions.
+r"""Krylov spaces with full re-orthogonalisation: Arnoldi's and Lanczos' decompositions, and their derivatives.
 
-Two passes of classical Gram–Schmidt leave a vector orthogonal to the basis to rounding (L. Giraud, J. Langou,
-M. Rozložník and J. van den Eshof, "Rounding error analysis of the classical Gram–Schmidt orthogonalization process",
-Numerische Mathematik 2005). Unlike in the modified process, each pass is two matrix–vector products. A basis is stored
-by rows, ``[..., k, n]``.
+W. E. Arnoldi, "The principle of minimized iterations in the solution of the matrix eigenvalue problem", Quarterly of
+Applied Mathematics 1951; C. Lanczos, "An iteration method for the solution of the eigenvalue problem of linear
+differential and integral operators", Journal of Research of the National Bureau of Standards 1950. Two passes of
+classical Gram–Schmidt leave a vector orthogonal to the basis to rounding (L. Giraud, J. Langou, M. Rozložník and
+J. van den Eshof, "Rounding error analysis of the classical Gram–Schmidt orthogonalization process", Numerische
+Mathematik 2005). Unlike in the modified process, each pass is two matrix–vector products. A basis is stored by rows,
+``[..., k, n]``.
 
 A decomposition ``A Q = Q H + R Eᵀ`` with orthonormal Q is defined by its equations. Its derivative solves the adjoint
 system of these equations (N. Krämer, P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of functions of large
-matrices", NeurIPS 2024): K transposed products and one vector–Jacobian product in the operator's tensors.
-
-With the start vector as an additional column, ``[x  A Q] = Q H⁺ + …``, where ``H⁺ = [‖x‖ e₁  H]`` is upper trapezoidal.
-The multipliers Λ of these columns follow from one recurrence, from the last column to the first.
+matrices", NeurIPS 2024): K transposed products and one vector–Jacobian product in the operator's tensors. With the
+start vector as an additional column, ``[x  A Q] = Q H⁺ + …``, where ``H⁺ = [‖x‖ e₁  H]`` is upper trapezoidal. The
+multipliers Λ of these columns follow from one recurrence, from the last column to the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laplace_plus.checks import count, number
 from laplace_plus.errors import OperatorError
-from laplace_plus.kernels import inner_products, orthogonalize, three_term_update, vector_norm
-from laplace_plus.linalg.arguments import working_type
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
-from laplace_plus.linalg.results import agreement
+from laplace_plus.kernels import inner_products, orthogonalize, vector_norm
+from laplace_plus.linalg.estimates import working_type
+from laplace_plus.linalg.linear_maps import (
+    LinearMap,
+    Matvec,
+    attach,
+    require_adjoint,
+    require_finite,
+    vectors_of,
+    without_autocast,
+)
 
 
-def combine(coefficients: Tensor, basis: Tensor) -> Tensor:
-    """``Σ_k x_k q_k``: coefficients ``[batch, k]`` and a basis ``[batch, k, n]`` give ``[batch, n]``."""
-    return (coefficients[:, None] @ basis)[:, 0]
+@dataclass(frozen=True)
+class ArnoldiDecomposition:
+    """``A Q = Q H + r e_Kᵀ`` with ``QᵀQ = I``, ``Qᵀr = 0`` and ``q_1 = c v``.
+
+    Where the Krylov space of a start vector ends early (``rank`` < K), its rows and columns beyond its rank are zero,
+    and the equations hold with ``e_rank``.
+
+    Attributes:
+        vectors: Q by rows, ``[..., K, n]``.
+        hessenberg: H, ``[..., K, K]``, upper Hessenberg: ``H[i, j] = q_iᵀ A q_j``.
+        residual: r, ``[..., n]``.
+        scale: c = 1/‖v‖, ``[...]``.
+        rank: ``[...]`` integers, the dimension of each Krylov space found; at most K.
+        matvecs: Number of operator–vector products.
+        converged: Whether all Krylov spaces are invariant, so that H has eigenvalues of A only.
+    """
+
+    vectors: Tensor
+    hessenberg: Tensor
+    residual: Tensor
+    scale: Tensor
+    rank: Tensor
+    matvecs: int
+    converged: bool
 
 
-def coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
-    """Inner products with basis vectors: ``[batch, k, n]`` and ``[batch, n]`` give ``[batch, k]``."""
-    return inner_products(vectors[:, None], basis)[:, 0]
+class LanczosDecomposition(ArnoldiDecomposition):
+    """``A Q = Q T + r e_Kᵀ`` with ``QᵀQ = I``, ``Qᵀr = 0``, ``q_1 = c v`` and a tridiagonal T.
+
+    It has the attributes of an :class:`ArnoldiDecomposition`, whose H is T here, and its diagonals.
+    """
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Diagonal of T, ``[..., K]``."""
+        return self.hessenberg.diagonal(dim1=-2, dim2=-1)
+
+    @property
+    def off_diagonal(self) -> Tensor:
+        """Off-diagonal of T, ``[..., K − 1]``, not negative."""
+        return self.hessenberg.diagonal(-1, dim1=-2, dim2=-1)
+
+    def tridiagonal(self) -> Tensor:
+        """T as a dense matrix, ``[..., K, K]``."""
+        return self.hessenberg
 
 
-def stacked(start: Tensor) -> Tensor:
-    """Start vectors ``[..., n]`` as ``[batch, n]`` in the working type, without a graph."""
-    return start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
+@without_autocast
+def arnoldi(
+    matvec: Matvec,
+    v: Tensor,
+    depth: int,
+    *,
+    rmatvec: Matvec | None = None,
+    parameters: Iterable[Tensor] | None = None,
+    tolerance: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> ArnoldiDecomposition:
+    """Decompose an operator on the Krylov space of a vector, by Arnoldi's process with full re-orthogonalisation.
+
+    Costs ``depth`` products (of the whole stack), 4nK² floating-point operations, and memory for K vectors. The result
+    is differentiable in ``v`` and in the tensors that the operator depends on. The derivative costs K transposed
+    products, one vector–Jacobian product of K vectors, and memory for K more vectors; no graph of a product is stored.
+
+    Args:
+        matvec: A, a square operator on row-stacked vectors.
+        v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
+        depth: K; at most n steps are taken.
+        rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
+        tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
+            default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
+        parameters: The tensors to differentiate in.
+        dtype: Type of the vectors.
+
+    Raises:
+        ConfigurationError: A bad start vector, depth or tolerance.
+        OperatorError: A start vector of zero, or an operator of another shape or type.
+        NonFiniteError: NaN or infinity in a start vector or a product.
+
+    Example:
+        >>> import torch
+        >>> a = torch.tensor([[0.0, 2.0], [1.0, 0.0]], dtype=torch.float64)
+        >>> result = arnoldi(lambda v: v @ a.T, torch.tensor([1.0, 0.0], dtype=torch.float64), depth=2)
+        >>> result.hessenberg.tolist(), result.converged
+        ([[0.0, 2.0], [1.0, 0.0]], True)
+    """
+    start = start_vectors(v, depth, dtype, tolerance)
+    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
+    return ArnoldiDecomposition(*decomposition(space, start, depth))
 
 
-def tridiagonal(diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
-    """The symmetric matrix ``[..., K, K]`` of a diagonal ``[..., K]`` and an off-diagonal ``[..., K − 1]``."""
-    side = torch.diag_embed(off_diagonal, 1)
-    return torch.diag_embed(diagonal) + side + side.mT
+@without_autocast
+def lanczos(
+    matvec: Matvec,
+    v: Tensor,
+    depth: int,
+    *,
+    parameters: Iterable[Tensor] | None = None,
+    tolerance: float | None = None,
+    check_symmetry: bool = True,
+    dtype: torch.dtype | None = None,
+) -> LanczosDecomposition:
+    """Decompose a symmetric operator on the Krylov space of a vector, with full re-orthogonalisation.
+
+    Costs ``depth`` products (of the whole stack), 2nK² floating-point operations and memory for K vectors. The result
+    is differentiable in ``v`` and in the tensors that the operator depends on. The derivative costs K products, one
+    vector–Jacobian product of K vectors, and memory for K more vectors; no graph of a product is stored.
+
+    The arguments are those of :func:`arnoldi`; ``check_symmetry`` tells whether to check that A is symmetric, which
+    takes no product.
+
+    Raises:
+        ConfigurationError: A bad start vector, depth or tolerance.
+        OperatorError: A start vector of zero, or an operator of another shape or type, or one that is not symmetric.
+        NonFiniteError: NaN or infinity in a start vector or a product.
+
+    Example:
+        >>> import torch
+        >>> a = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+        >>> result = lanczos(lambda v: v @ a, torch.ones(3, dtype=torch.float64), depth=3)
+        >>> [round(x, 6) for x in torch.linalg.eigvalsh(result.tridiagonal()).tolist()]
+        [1.0, 2.0, 4.0]
+    """
+    start = start_vectors(v, depth, dtype, tolerance)
+    space = KrylovSpace(
+        matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
+    )
+    return LanczosDecomposition(*decomposition(space, start, depth))
+
+
+def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None, tolerance: float | None) -> Tensor:
+    """Start vectors of a Krylov space in ``dtype``, if given; ConfigurationError for bad arguments."""
+    count("depth", depth)
+    if tolerance is not None:
+        number("tolerance", tolerance, least=0.0)
+    return vectors_of("v", v, dtype)
 
 
 class KrylovSpace:
     """The Arnoldi process with full re-orthogonalisation for a stack of start vectors, which can be continued.
-
-    Gram–Schmidt runs twice. For a symmetric operator one pass is enough after the three-term recurrence, unless the
-    new vector is of the size of rounding errors. That test reads a number from the device; it is made on the CPU only,
-    where it costs nothing and one pass saves half of the work.
 
     Args:
         matvec: A; for one start vector ``[n]`` it gets single vectors. Further arguments as for :class:`LinearMap`.
@@ -90,9 +214,10 @@ class KrylovSpace:
         options |= {"dtype": start.dtype, "single": start.ndim == 1}
         self.operator: LinearMap
         self.operator = matvec if isinstance(matvec, LinearMap) else LinearMap(matvec, start.shape[-1], **options)
-        rows = stacked(start)
+        rows = start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
         self._outer, self._check = start.dtype, check_symmetry
-        self._limit, self._rounding = (breakdown_limit(t, rows.dtype) for t in (tolerance, None))
+        self._rounding = 10 * torch.finfo(rows.dtype).eps
+        self._limit = self._rounding if tolerance is None else tolerance
         self.norm = vector_norm(rows)
         self._basis = self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])
         self._hessenberg = self.matrix = rows.new_zeros(len(rows), 0, 0)
@@ -127,35 +252,30 @@ class KrylovSpace:
             product = self.operator(self._next)
             length = vector_norm(product) if k else product_length(product)
             self._largest = torch.maximum(self._largest, length)
-            rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
+            rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
             size = vector_norm(rest)
             self.residual = torch.where(self._active[:, None], rest, self.residual)
             self.rank = self.rank + self._active
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
-            self._active = self._active & ~invariant(size, small)
+            # NaN and overflow do not count as invariant, so that they are reported as such.
+            self._active = self._active & ~((size <= small) & (small < torch.inf))
             self._size = torch.where(self._active, size, 0.0)
             self._next = rest * torch.where(self._active, size.reciprocal(), 0.0)[:, None]
-        kept = truncated_depth(self.norm, self.rank, hessenberg, self.residual)
+        zero = int(torch.isinf(1 / self.norm).sum())
+        if zero:
+            got, fix = f"{zero} of norm zero", "Leave zero vectors out: they span no Krylov space."
+            raise OperatorError("A start vector is zero.", expected="vectors of positive norm", got=got, fix=fix)
+        require_finite("The Krylov process", self.norm, hessenberg, self.residual)
+        kept = int(self.rank.max())
         self.vectors, self.matrix = basis[:, :kept], hessenberg[:, :kept, :kept]
         if self.operator.symmetric:
             if self._check:
-                require_symmetric(hessenberg, self._outer, self.operator.asymmetry)
-            diagonal = self.matrix.diagonal(dim1=-2, dim2=-1)
-            self.matrix = tridiagonal(diagonal, self.matrix.diagonal(-1, dim1=-2, dim2=-1))
+                largest = hessenberg.abs().amax(dim=(-2, -1), keepdim=True)
+                require_adjoint(hessenberg, hessenberg.mT, largest, self._outer, self.operator.complaint)
+            diagonal, off_diagonal = (self.matrix.diagonal(side, dim1=-2, dim2=-1) for side in (0, -1))
+            side = torch.diag_embed(off_diagonal, 1)
+            self.matrix = torch.diag_embed(diagonal) + side + side.mT
         self.complete = bool((~self._active | (self.rank == self.operator.n)).all())
-
-    def _outside(self, product: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The component of ``A q_k`` orthogonal to the basis, and its coefficients in the basis."""
-        if not self.operator.symmetric or product.device.type != "cpu":
-            return orthogonalize(self._basis[:, : k + 1], product)
-        previous = (self._basis[:, k - 1], self._size) if k else (None, None)
-        rest, alpha, size = three_term_update(product, self._next, *previous)
-        tiny = bool((size < torch.finfo(size.dtype).eps ** 0.5 * self._largest).any())
-        rest, coefficients = orthogonalize(self._basis[:, : k + 1], rest, passes=2 if tiny else 1)
-        coefficients[:, k] += alpha
-        if k:
-            coefficients[:, k - 1] += self._size
-        return rest, coefficients
 
 
 def product_length(product: Tensor) -> Tensor:
@@ -164,39 +284,33 @@ def product_length(product: Tensor) -> Tensor:
     return torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
 
 
-def invariant(size: Tensor, small: Tensor) -> Tensor:
-    """Where a Krylov space is invariant; NaN and overflow do not count, so that they are reported as such."""
-    return (size <= small) & (small < torch.inf)
+def combine(coefficients: Tensor, basis: Tensor) -> Tensor:
+    """``Σ_k x_k q_k``: coefficients ``[batch, k]`` and a basis ``[batch, k, n]`` give ``[batch, n]``."""
+    return (coefficients[:, None] @ basis)[:, 0]
 
 
-def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:
-    """The relative size below which a new vector is rounding error: ten times machine epsilon by default."""
-    return 10 * torch.finfo(dtype).eps if tolerance is None else tolerance
+def _coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
+    """Inner products with basis vectors: ``[batch, k, n]`` and ``[batch, n]`` give ``[batch, k]``."""
+    return inner_products(vectors[:, None], basis)[:, 0]
 
 
-def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
-    """The largest rank of a batch, after the checks of :meth:`KrylovSpace.extend`; the only wait for the device."""
-    zero = torch.isinf(1 / norm)
-    if bool(zero.any()):
-        got = f"{int(zero.sum())} of {norm.numel()} of norm zero"
-        fix = "Leave zero vectors out: they span no Krylov space."
-        raise OperatorError("A start vector is zero.", expected="vectors of positive norm", got=got, fix=fix)
-    require_finite("The Krylov process", norm, *results)
-    return int(rank.max())
+def decomposition(
+    space: KrylovSpace, start: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
+    """The fields of an :class:`ArnoldiDecomposition`, after a space was extended."""
+    space.extend(depth)
+    operator, rank, matvecs, shape = space.operator, space.rank, space.operator.matvecs, start.shape[:-1]
+    outputs = [x.reshape((*shape, *x.shape[1:])) for x in (space.vectors, space.matrix, space.residual, space.norm)]
+
+    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+        gradient, gradients = _pullback(operator, outputs, cotangents, rank)
+        return gradient.reshape(start.shape).to(start.dtype), *gradients
+
+    vectors, matrix, residual, norm = attach(outputs, [start, *operator.tensors], pullback)
+    return vectors, matrix, residual, norm.reciprocal(), rank.reshape(shape), matvecs, space.complete
 
 
-def require_symmetric(matrix: Tensor, dtype: torch.dtype, what: str = LinearMap.asymmetry) -> None:
-    """Raise OperatorError unless ``H = Q A Qᵀ [..., K, K]`` is symmetric to √ε of the type of the products."""
-    asymmetry, size = (matrix - matrix.mT).abs().amax(dim=(-2, -1)), matrix.abs().amax(dim=(-2, -1))
-    limit = agreement(dtype)
-    if bool((asymmetry > limit * size).any()):
-        relative = float((asymmetry / size).max())
-        got = f"a relative difference of {relative:.1e} on its Krylov space"
-        fix = "Symmetrise it, use arnoldi or arnoldi_function, or give lanczos check_symmetry=False if it is rounding."
-        raise OperatorError(what, expected=f"uᵀAv = vᵀAu to a relative {limit:.0e}", got=got, fix=fix)
-
-
-def krylov_pullback(
+def _pullback(
     operator: LinearMap, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], rank: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Pull cotangents of a Krylov decomposition back to its start vectors ``[batch, n]`` and the operator's tensors.
@@ -227,19 +341,19 @@ def krylov_pullback(
     vectors_ = vectors_ * inside[..., None]
     extended_ = extended_.triu() * (inside[..., None] & pad(inside, (1, 0), value=True)[:, None])
     batch, last = len(vectors), rank[:, None, None]  # the column of the last product
-    eta = extended_.gather(-1, last.expand(batch, depth, 1))[..., 0] - coordinates(vectors, residual_)
+    eta = extended_.gather(-1, last.expand(batch, depth, 1))[..., 0] - _coordinates(vectors, residual_)
     multipliers = vectors.new_zeros(batch, 1 + depth, n)
     multipliers.scatter_(1, last.expand(batch, 1, n), (residual_ + combine(eta, vectors))[:, None])
     pi = extended @ extended_.mT - inner_products(vectors_, vectors)
     gamma = torch.zeros_like(pi)  # the multipliers of orthonormality
     for k in reversed(range(depth + 1)):
         known = vectors[:, : k + 1]  # q_iᵀ λ is given for these
-        wanted = extended_[:, : k + 1, k] - coordinates(known, multipliers[:, k])
+        wanted = extended_[:, : k + 1, k] - _coordinates(known, multipliers[:, k])
         multipliers[:, k] += combine(wanted, known)
         if k == 0:
             break
         product, row = operator.transposed(multipliers[:, k]), k - 1
-        gamma[:, row, :k] = pi[:, row, :k] - coordinates(vectors[:, :k], product)
+        gamma[:, row, :k] = pi[:, row, :k] - _coordinates(vectors[:, :k], product)
         gamma[:, row, row] /= 2
         stop = min(k + 2, depth + 1) if operator.symmetric else depth + 1
         xi = vectors_[:, row] + eta[:, row, None] * residual + product

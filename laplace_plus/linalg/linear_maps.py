@@ -8,28 +8,51 @@ multiplies again.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
-from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.operators import Operator, pulled_back, unique
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Matvec = Operator | Callable[[Tensor], Tensor]
 """Anything that maps row-stacked vectors ``[..., n]`` linearly to ``[..., m]``."""
 
+PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
+"""Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
+
+
+def agreement(dtype: torch.dtype) -> float:
+    """The relative difference that rounding explains between two ways to one number: the square root of epsilon."""
+    return max(torch.finfo(dtype).eps, PRODUCTS.get()) ** 0.5
+
+
 _CHUNK_ENTRIES = 1 << 22
 """Bound on the entries of the vectors that one vector–Jacobian product takes: 16 MiB in float32, at most 32 vectors.
 A stack as large as one that was multiplied before is taken whole, because its graph is known to fit."""
+
+NOT_SYMMETRIC = (
+    "The operator is not symmetric.",
+    "Use arnoldi, arnoldi_function, lsmr, or trace's xtrace; lanczos takes check_symmetry=False where it is rounding.",
+)
+NOT_TRANSPOSED = (
+    "rmatvec is not the transpose of the operator.",
+    "Correct rmatvec, or leave it out (None) to let torch differentiate through matvec.",
+)
 
 
 class LinearMap:
@@ -38,23 +61,12 @@ class LinearMap:
     Products are computed without an autograd graph. The tensors that the operator depends on are ``parameters``, an
     operator's own :meth:`~laplace_plus.linalg.operators.Operator.tensors`, or the leaves of the first product's graph.
 
-    Args:
-        matvec: The operator.
-        n: Length of its input vectors.
-        m: Length of its output vectors; n by default.
-        rmatvec: The transpose, where torch cannot differentiate through ``matvec``.
-        symmetric: Whether the operator is symmetric.
-        parameters: The tensors it depends on, where they are not leaves or not to be searched.
-        dtype: Type in which the operator multiplies; that of the vectors by default. Results have the vectors' type.
-        single: Whether the operator gets the vectors of a stack one at a time, as ``[n]``.
-        name: What error messages call it.
-
-    Attributes:
-        matvecs: Number of vectors multiplied so far, with A or its transpose.
-        asymmetry: What is wrong with a symmetric operator whose transpose is found to be another.
+    ``dtype`` is the type in which the operator multiplies, that of the vectors by default; results have the vectors'
+    type. With ``single`` it gets the vectors of a stack one at a time, as ``[n]``. ``matvecs`` counts the vectors
+    multiplied so far, with A or its transpose.
     """
 
-    asymmetry = "The operator is not symmetric."
+    complaint = NOT_SYMMETRIC
 
     def __init__(
         self,
@@ -154,6 +166,16 @@ class LinearMap:
         return product
 
 
+def vectors_of(name: str, vectors: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A caller's vectors ``[..., n]`` in ``dtype``, if given; ``ConfigurationError`` for anything but real vectors."""
+    stacked = isinstance(vectors, Tensor) and vectors.ndim > 0 and vectors.shape[-1] > 0
+    if not stacked or not vectors.is_floating_point():
+        what, expected = f"{name} must be a stack of vectors.", "a floating-point tensor [..., n]"
+        got = f"{tuple(vectors.shape)} of {vectors.dtype}" if isinstance(vectors, Tensor) else repr(vectors)
+        raise ConfigurationError(what, expected=expected, got=got)
+    return vectors if dtype is None else vectors.to(dtype)
+
+
 def checked_product(
     function: Callable[[Tensor], Tensor], vectors: Tensor, size: int | None, name: str = "operator"
 ) -> Tensor:
@@ -161,22 +183,17 @@ def checked_product(
 
     ``size`` may be None; ``name`` is what errors call the function. ``OperatorError`` if it failed or does not fit.
     """
-    if not callable(function):
-        expected = "a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg"
-        fix = "Wrap a matrix: linalg.Dense(matrix)."
-        raise OperatorError(f"The {name} is not callable.", expected=expected, got=type(function).__name__, fix=fix)
     # A function ``A @ v`` fails for a stack of vectors, unless it holds exactly n vectors of length n: then the result
     # would be silently transposed. One more row of zeros makes it fail in this case as well.
     guarded = not isinstance(function, Operator) and vectors.ndim == 2 and vectors.shape[0] == vectors.shape[1] > 1
     given = torch.cat([vectors, torch.zeros_like(vectors[:1])]) if guarded else vectors
-    version = None if given.is_inference() else given._version
     try:
         product = function(given)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
             raise
         expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
-        fix = "Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ."
+        fix = "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, and pass dtype= if types differ."
         what, got = f"The {name} failed: {error}", type(error).__name__
         raise OperatorError(what, expected=expected, got=got, fix=fix) from error
     is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim
@@ -190,10 +207,6 @@ def checked_product(
             fix="An operator maps row-stacked vectors [..., n] to [..., m]; some methods need a square one. Pass "
             "vectors of its type and device, or m=, dtype= and device= where the function has them.",
         )
-    if version is not None and given._version != version:
-        what, expected = f"The {name} overwrites the vectors that it was given.", "a new tensor for each product"
-        fix = "Leave out in-place operations such as v.mul_(…), and out=, in the operator."
-        raise OperatorError(what, expected=expected, got="a tensor that was written to in place", fix=fix)
     return product[:-1] if guarded else product
 
 
@@ -242,6 +255,23 @@ def attach_one(
     return attach([output], inputs, of_one)[0]
 
 
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function with autocast disabled, which would round its recurrences to half precision.
+
+    Operators run with autocast disabled as well; one that should multiply in half precision enables it itself.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
 class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pullback: Any, n_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -259,6 +289,68 @@ class _Attached(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         gradients = without_autocast(ctx.pullback)(ctx.saved_tensors, cotangents)
         return (None, None, *[None] * ctx.n_outputs, *gradients)
+
+
+@dataclass(eq=False, repr=False)
+class FunctionOperator(Operator):
+    """A function as an operator; made by :func:`as_operator`."""
+
+    function: Callable[[Tensor], Tensor]
+    shape: tuple[int, int]
+    rmatvec: Callable[[Tensor], Tensor] | None
+    dtype: torch.dtype
+    device: torch.device
+    parameters: tuple[Tensor, ...] | None
+    symmetric: bool = False
+
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return checked_product(self.function, vectors, self.shape[0])
+
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        if self.rmatvec is None:
+            return super()._apply_transposed(vectors)
+        return checked_product(self.rmatvec, vectors, self.shape[1])
+
+    @override
+    def tensors(self) -> tuple[Tensor, ...]:
+        if self.parameters is None:
+            with torch.enable_grad():
+                self.parameters = leaves(self(torch.zeros(1, self.shape[1], dtype=self.dtype, device=self.device)))
+        return self.parameters
+
+
+def as_operator(
+    function: Callable[[Tensor], Tensor],
+    shape: int | tuple[int, int],
+    *,
+    rmatvec: Callable[[Tensor], Tensor] | None = None,
+    symmetric: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    parameters: Iterable[Tensor] | None = None,
+) -> Operator:
+    """An operator from a linear function of row-stacked vectors.
+
+    Args:
+        function: ``v [..., n] -> A v [..., m]``; an operator of this shape is returned unchanged.
+        shape: ``(m, n)``, or n for a square operator.
+        rmatvec: ``u [..., m] -> Aᵀ u [..., n]``; by default torch differentiates through ``function``.
+        symmetric: Whether A is symmetric; not checked.
+        dtype: Type of the numbers; torch's default type by default.
+        device: Device of the vectors; torch's default device by default.
+        parameters: The tensors that A depends on; by default the leaves of the autograd graph of one product.
+
+    Raises:
+        OperatorError: An operator of another shape.
+    """
+    rows, columns = (shape, shape) if isinstance(shape, int) else shape
+    if isinstance(function, Operator):
+        if function.shape != (rows, columns):
+            raise OperatorError("The operator has another shape.", expected=f"{(rows, columns)}", got=f"{function}")
+        return function
+    dtype, device = dtype or torch.get_default_dtype(), torch.empty(0, device=device).device
+    tensors = None if parameters is None else tuple(parameters)
+    return FunctionOperator(function, (rows, columns), rmatvec, dtype, device, tensors, symmetric)
 
 
 def number_type(
@@ -288,15 +380,11 @@ def _first_tensor(thing: Any, levels: int) -> Any:
     inside: list[Any] = []
     if not levels or isinstance(thing, ModuleType | Tensor):
         return None
-    if isinstance(thing, partial):
-        inside = [*thing.args, *thing.keywords.values(), thing.func]
-    elif inspect.ismethod(thing):
+    if inspect.ismethod(thing):
         inside = [thing.__self__, thing.__func__]
     elif inspect.isfunction(thing):
-        with suppress(ValueError):  # a variable that is not assigned yet
-            names = inspect.getclosurevars(thing)
-            defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-            inside = [*names.nonlocals.values(), *defaults, *names.globals.values()]
+        names = inspect.getclosurevars(thing)
+        inside = [*names.nonlocals.values(), *(thing.__defaults__ or ()), *names.globals.values()]
     elif hasattr(thing, "__dict__"):
         inside = list(vars(thing).values())
     found = (_first_tensor(x, levels - 1) for x in inside)
@@ -309,6 +397,27 @@ def require_finite(name: str, *tensors: Tensor) -> None:
         what, expected = f"{name} met NaN or infinity.", "an operator and vectors with finite entries"
         fix = "Look for NaNs in the operator's tensors, or use a wider type if its squares over- or underflow."
         raise NonFiniteError(what, expected=expected, got="a product that is not finite", fix=fix)
+
+
+def require_adjoint(
+    left: Tensor,
+    right: Tensor,
+    scale: Tensor | float,
+    dtype: torch.dtype,
+    complaint: tuple[str, str] = NOT_SYMMETRIC,
+) -> None:
+    """Check ``⟨p, A q⟩``, left, against ``⟨Aᵀ p, q⟩``, right, for a map and its transpose, or for a symmetric map.
+
+    Rounding errors in the type that A multiplies in are relative to ``scale``; where it underflowed, nothing is
+    checked. ``OperatorError`` if the numbers differ by more.
+    """
+    difference, limit = (left - right).abs(), agreement(dtype)
+    if bool(((difference > limit * scale) & (scale > 0)).any()):
+        expected, got = (
+            f"⟨p, A q⟩ = ⟨Aᵀ p, q⟩ to a relative {limit:.0e}",
+            f"a difference of {float(difference.max()):.2g}",
+        )
+        raise OperatorError(complaint[0], expected=expected, got=got, fix=complaint[1])
 
 
 def add_gradients(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,11 +12,17 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import inner, vector_norm
-from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, checked_product
+from laplace_plus.linalg.linear_maps import (
+    NOT_TRANSPOSED,
+    LinearMap,
+    Matvec,
+    checked_product,
+    require_adjoint,
+    vectors_of,
+    without_autocast,
+)
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.results import Solution, Status
-from laplace_plus.linalg.solving import Problem, attach_solution, ratio, require_adjoint, right_sides, where_used
+from laplace_plus.linalg.solving import Problem, Solution, Status, attach_solution, ratio, where_used
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def lsmr(
         >>> lsmr(lambda v: v @ A.T, lambda u: u @ A, torch.tensor([1.0, 0.0, -1.0])).value.round(decimals=4)
         tensor([ 1., -1.])
     """
-    b = right_sides("b", b, dtype)
+    b = vectors_of("b", b, dtype)
     n, spent = _columns(matvec, rmatvec, b, x0) if n is None else (n, 0)
     m = b.shape[-1]
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
@@ -159,7 +165,7 @@ def solve_least_squares(
         if k == 1:
             # α₁ = ‖Aᵀu₁‖ equals ⟨u₁, A v₁⟩ if the two maps are transposes of each other.
             own = torch.where(problem.active, alpha, 0.0)
-            require_adjoint("lsmr", inner(u, image), own, own + vector_norm(image), problem.dtype, symmetric=False)
+            require_adjoint(inner(u, image), own, own + vector_norm(image), problem.dtype, NOT_TRANSPOSED)
         u.mul_(-alpha[:, None]).add_(image)
         beta = vector_norm(u)
         u.mul_(ratio(one, beta)[:, None])

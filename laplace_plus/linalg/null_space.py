@@ -29,12 +29,10 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.checks import count, number
-from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.linear_maps import Matvec, require_finite
+from laplace_plus.linalg.linear_maps import Matvec, require_finite, vectors_of, without_autocast
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr, result_length, solve_least_squares
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.results import Status
-from laplace_plus.linalg.solving import Problem, attach_solution, right_sides, where_used
+from laplace_plus.linalg.solving import Problem, Status, attach_solution, where_used
 
 _GRAM_RTOL = 5e-7
 """A Gram matrix in float64 separates singular values down to √eps ≈ 1.5e-8 of the largest from zero; 30 times that."""
@@ -94,7 +92,7 @@ def project_null_space(
         >>> project_null_space(lambda v: v @ A.T, lambda u: u @ A, v).value.round(decimals=4)
         tensor([-1.,  1.,  5.])
     """
-    v = right_sides("v", v, dtype)
+    v = vectors_of("v", v, dtype)
     n = v.shape[-1]
     m, spent = result_length(matvec, v) if m is None else (m, 0)
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}

@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from laplace_plus.checks import count
-from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.arguments import without_autocast, working_type
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
-from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.sketches import frobenius_norm, symmetric_core
+from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
+from laplace_plus.linalg.estimates import draw_probes, working_type
+from laplace_plus.linalg.krylov import product_length
+from laplace_plus.linalg.linear_maps import (
+    LinearMap,
+    Matvec,
+    agreement,
+    attach_one,
+    number_type,
+    require_adjoint,
+    require_finite,
+    without_autocast,
+)
 
 Pullback = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -132,7 +140,7 @@ def nystrom(
     probes = torch.linalg.qr(drawn.mT)[0].mT.to(dtype).to(wide)
     sketch = operator(probes)
     require_finite("nystrom", sketch)
-    values, vectors, coordinates = _factor(probes, sketch, torch.finfo(dtype).eps)
+    values, vectors, coordinates = _factor(probes, sketch, dtype)
 
     def outer(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ leftᵢᵀ Â rightᵢ``."""
@@ -151,7 +159,7 @@ def nystrom(
     return NystromApproximation(values, vectors, matvecs, operator.tensors, outer)
 
 
-def _factor(probes: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _factor(probes: Tensor, sketch: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Values ``[l]``, vectors ``[l, n]`` and ``X = M⁻¹ Y`` ``[l, n]`` from row-stacked Ω and ``Y = A Ω``.
 
     The core M = Ωᵀ Y is decomposed in float64. A shift of the size of rounding keeps it positive definite where the
@@ -160,10 +168,10 @@ def _factor(probes: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor,
     norm = frobenius_norm(sketch)
     if norm == 0:
         return sketch.new_zeros(len(sketch)), probes.clone(), torch.zeros_like(sketch)
-    shift = eps * norm
+    shift = torch.finfo(dtype).eps * norm
     shifted = sketch + shift * probes
     core = (probes @ shifted.mT).double()
-    eigenvalues, eigenvectors = symmetric_core(core, 1, norm, eps)
+    eigenvalues, eigenvectors = symmetric_core(core, 1, norm, dtype)
     eigenvalues = eigenvalues.clamp_min(0.1 * shift)
     root = (eigenvectors / eigenvalues.sqrt()).mT.to(sketch.dtype) @ shifted
     _, singular, right = torch.linalg.svd(root, full_matrices=False)
@@ -171,3 +179,28 @@ def _factor(probes: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor,
     inverse = torch.where(eigenvalues > 10 * shift, 1 / eigenvalues, 0.0)
     coordinates = ((eigenvectors * inverse) @ eigenvectors.mT).to(sketch.dtype) @ shifted
     return (singular.square() - shift).clamp_min(0), right, coordinates
+
+
+def frobenius_norm(products: Tensor) -> float:
+    """The Frobenius norm of row-stacked products ``[k, n]``; :class:`NonFiniteError` if squares under- or overflow."""
+    lengths = product_length(products)
+    require_finite("The product with random vectors", lengths)
+    return float(lengths.double().norm())
+
+
+def symmetric_core(core: Tensor, n: int, norm: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors of ``Ωᵀ A Ω [m, m]`` in float64, for a positive semi-definite A of size n.
+
+    Columns of Ω have norm √n, ``A Ω`` has the Frobenius norm ``norm``, and A multiplies in ``dtype``.
+    Raises NonFiniteError; OperatorError and NotPositiveDefiniteError beyond what rounding explains.
+    """
+    require_finite("The product with random vectors", core)
+    largest, rounding = core.abs().max(), 10 * torch.finfo(dtype).eps * norm * n**0.5
+    require_adjoint(core, core.mT, largest + rounding / agreement(dtype), dtype)
+    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    if values[0] < -rounding:
+        what = "The operator is not positive semi-definite."
+        got = f"a quadratic form of {values[0].item():.3g} beside one of {values[-1].item():.3g}"
+        fix = 'Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.'
+        raise NotPositiveDefiniteError(what, expected="vᵀ A v ≥ 0 for all vectors", got=got, fix=fix)
+    return values, vectors

@@ -3,19 +3,19 @@
 An operator ``A`` of shape ``(m, n)`` is called on row-stacked vectors ``[..., n]``. Operators can be added, scaled,
 multiplied and transposed; no matrix is formed::
 
-    >>> from laplace_plus.linalg.matrices import Dense
     >>> A = Dense(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
     >>> (3.0 * A + A @ A.T).dense()
     tensor([[8., 8.],
             [2., 4.]])
 
-:mod:`laplace_plus.linalg.matrices` has the operators that store their entries, and those made from functions.
+:class:`Dense`, :class:`Diagonal` and :class:`Identity` store their entries; :func:`~laplace_plus.linalg.as_operator`
+makes an operator from a function.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from numbers import Real
 from operator import add
@@ -36,15 +36,14 @@ class Operator(ABC):
     """A linear map given by its products with row-stacked vectors.
 
     Calling it on ``v [..., n]`` returns ``A v``, ``[..., m]``, for each vector. A plain function of this form can be
-    used wherever an operator can; :func:`~laplace_plus.linalg.matrices.as_operator` makes it an operator. Products are
-    differentiable in the vectors and in :meth:`tensors`.
+    used wherever an operator can. Products are differentiable in the vectors and in :meth:`tensors`.
 
     ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``-A`` and ``A @ B`` are operators; ``c`` may be a 0-d tensor that
-    requires gradients. A sum is symmetric if its terms are symmetric or transposes of each other. A product is
-    symmetric if it is a palindrome of transposes, such as ``A.T @ A`` and ``A.T @ S @ A``.
+    requires gradients. A sum is symmetric if its terms are. A product is symmetric if it is a palindrome of transposes,
+    such as ``A.T @ A`` and ``A.T @ S @ A``.
 
     A subclass implements ``_apply`` and ``tensors``. It overrides ``_apply_transposed`` where that is cheaper than
-    differentiating through ``_apply``, and :meth:`dense` and :meth:`diagonal` where it knows its entries.
+    differentiating through ``_apply``, and :meth:`dense` where it knows its entries.
 
     Attributes:
         shape: ``(m, n)``.
@@ -101,50 +100,28 @@ class Operator(ABC):
     # -- entries -------------------------------------------------------------------------------------------------------
 
     def dense(self) -> Tensor:
-        """The matrix ``[m, n]``; differentiable. Takes ``min(m, n)`` products unless the structure gives the entries.
-
-        Products are taken with chunks of unit vectors, as many as have 2²⁴ entries.
-        """
-        rows, columns = self.shape
-        if min(self.shape) == 0:
+        """The matrix ``[m, n]``, from ``min(m, n)`` products unless the structure gives the entries; differentiable."""
+        size = min(self.shape)
+        if size == 0:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if rows < columns:
-            return torch.cat([self.T(unit) for _, unit in self._units(rows)])
-        return torch.cat([self(unit) for _, unit in self._units(columns)]).mT
-
-    def diagonal(self) -> Tensor:
-        """The exact diagonal, ``[min(m, n)]``; differentiable.
-
-        Takes one product per entry unless the structure gives it; :func:`laplace_plus.linalg.diagonal` estimates it.
-        """
-        operator = self.T if self.shape[0] < self.shape[1] else self
-        entries = [torch.zeros(0, dtype=self.dtype, device=self.device)]
-        for start, unit in self._units(min(self.shape)):
-            entries.append(operator(unit)[:, start : start + len(unit)].diagonal())
-        return torch.cat(entries)
-
-    def _units(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Chunks of rows of the identity, each with the index of its first row."""
-        step = max(1, _CHUNK_ENTRIES // max(1, *self.shape))
-        for start in range(0, size, step):
-            unit = torch.zeros(min(step, size - start), size, dtype=self.dtype, device=self.device)
-            unit.diagonal(start).fill_(1.0)
-            yield start, unit
+        wide = self.shape[0] < self.shape[1]
+        rows = []
+        for some in torch.arange(size, device=self.device).split(max(1, _CHUNK_ENTRIES // max(self.shape))):
+            unit = torch.zeros(len(some), size, dtype=self.dtype, device=self.device)
+            unit[torch.arange(len(some)), some] = 1.0
+            rows.append(self.T(unit) if wide else self(unit))
+        return torch.cat(rows) if wide else torch.cat(rows).mT
 
     def to_scipy(self) -> Any:
         """A ``scipy.sparse.linalg.LinearOperator`` of the same shape and number type, for numpy arrays; no gradients.
 
-        A block of vectors is one product. bfloat16, which numpy does not have, becomes float32. Real and imaginary
-        parts of complex vectors are multiplied separately.
+        A block of vectors is one product.
         """
-        number = torch.float32 if self.dtype is torch.bfloat16 else self.dtype
 
         def product(operator: Operator, columns: Any) -> Any:  # [n, k] -> [m, k]
-            if columns.dtype.kind == "c":
-                return product(operator, columns.real) + 1j * product(operator, columns.imag)
             given = torch.tensor(columns.T, dtype=self.dtype, device=self.device)
             with torch.no_grad():
-                return operator(given).to("cpu", number).numpy().T
+                return operator(given).numpy(force=True).T
 
         return scipy.sparse.linalg.LinearOperator(
             self.shape,
@@ -152,7 +129,7 @@ class Operator(ABC):
             rmatvec=lambda vector: product(self.T, vector.reshape(-1, 1)),
             matmat=lambda columns: product(self, columns),
             rmatmat=lambda columns: product(self.T, columns),
-            dtype=torch.zeros((), dtype=number).numpy().dtype,
+            dtype=torch.zeros((), dtype=self.dtype).numpy().dtype,
         )
 
     # -- algebra -------------------------------------------------------------------------------------------------------
@@ -206,10 +183,6 @@ class Transposed(Operator):
     def dense(self) -> Tensor:
         return self.original.dense().mT
 
-    @override
-    def diagonal(self) -> Tensor:
-        return self.original.diagonal()
-
 
 class Scaled(Operator):
     """``c A`` for a number or 0-d tensor c."""
@@ -220,16 +193,15 @@ class Scaled(Operator):
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.symmetric = operator.symmetric
 
-    @property
-    def _number(self) -> float | Tensor:
+    def _times(self, products: Tensor) -> Tensor:
         # A factor of another type must not change the type of the product.
-        return self.factor.to(self.dtype) if isinstance(self.factor, Tensor) else self.factor
+        return products * (self.factor.to(self.dtype) if isinstance(self.factor, Tensor) else self.factor)
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        return self.operator(vectors) * self._number
+        return self._times(self.operator(vectors))
 
-    def _transpose(self) -> Operator:
-        return Scaled(self.operator.T, self.factor)
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return self._times(self.operator.T(vectors))
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:
@@ -238,11 +210,7 @@ class Scaled(Operator):
 
     @override
     def dense(self) -> Tensor:
-        return self.operator.dense() * self._number
-
-    @override
-    def diagonal(self) -> Tensor:
-        return self.operator.diagonal() * self._number
+        return self._times(self.operator.dense())
 
 
 class Sum(Operator):
@@ -255,27 +223,13 @@ class Sum(Operator):
             if (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
                 raise OperatorError("The terms of a sum do not fit.", expected=repr(first), got=repr(other))
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
-        remaining = [term for term in self.operands if not term.symmetric]
-        while remaining:  # terms that are not symmetric must pair up as transposes
-            partner = next((other for other in remaining[1:] if _are_transposes(remaining[0], other)), None)
-            if partner is None:
-                return
-            remaining = [term for term in remaining[1:] if term is not partner]
-        self.symmetric = True
+        self.symmetric = all(term.symmetric for term in self.operands)
 
     def _apply(self, vectors: Tensor) -> Tensor:
         return reduce(add, [term(vectors) for term in self.operands])
 
-    def _transpose(self) -> Operator:
-        return Sum([term.T for term in self.operands])
-
-    @override
-    def dense(self) -> Tensor:
-        return reduce(add, [term.dense() for term in self.operands])
-
-    @override
-    def diagonal(self) -> Tensor:
-        return reduce(add, [term.diagonal() for term in self.operands])
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return reduce(add, [term.T(vectors) for term in self.operands])
 
 
 class Product(Operator):
@@ -304,6 +258,80 @@ class Product(Operator):
         return matrix
 
 
+class Dense(Operator):
+    """A dense matrix.
+
+    Args:
+        matrix: ``[m, n]``.
+        symmetric: Whether the matrix equals its transpose.
+
+    Raises:
+        OperatorError: Not symmetric although declared so.
+    """
+
+    def __init__(self, matrix: Tensor, *, symmetric: bool = False):
+        slack = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.detach().abs().max() if symmetric else 0.0
+        if symmetric and (matrix.shape != matrix.mT.shape or bool(((matrix - matrix.mT).abs() > slack).any())):
+            what, expected = "The matrix is not symmetric.", "a matrix [n, n] that equals its transpose"
+            raise OperatorError(what, expected=expected, got=str(list(matrix.shape)), fix="Leave symmetric=True out.")
+        self.matrix = matrix
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self.dtype, self.device, self.symmetric = matrix.dtype, matrix.device, symmetric
+
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.matrix.mT
+
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.matrix
+
+    @override
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix,)
+
+    @override
+    def dense(self) -> Tensor:
+        return self.matrix
+
+
+class Diagonal(Operator):
+    """``diag(d)``.
+
+    Args:
+        entries: d, ``[n]``.
+    """
+
+    symmetric = True
+
+    def __init__(self, entries: Tensor):
+        self.entries = entries
+        self.shape = (len(entries), len(entries))
+        self.dtype, self.device = entries.dtype, entries.device
+
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return vectors * self.entries
+
+    @override
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.entries,)
+
+    @override
+    def dense(self) -> Tensor:
+        return torch.diag(self.entries)
+
+
+class Identity(Diagonal):
+    """The identity; ``c * Identity(n)`` is ``c I``.
+
+    Args:
+        n: Size.
+        dtype: Type of the vectors; torch's default type by default.
+        device: Device of the vectors; torch's default device by default.
+    """
+
+    def __init__(self, n: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None):
+        Diagonal.__init__(self, torch.ones((), dtype=dtype, device=device).expand(n))
+
+
 def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Each tensor once, in order."""
     return tuple({id(tensor): tensor for tensor in tensors}.values())
@@ -317,11 +345,6 @@ def _are_transposes(left: Operator, right: Operator) -> bool:
     """Whether two operators are known to be transposes of each other: by identity, entries are not compared."""
     if left is right:
         return left.symmetric
-    if isinstance(left, Scaled) and isinstance(right, Scaled):
-        return left.factor is right.factor and _are_transposes(left.operator, right.operator)
-    for kind, order in ((Sum, 1), (Product, -1)):
-        if isinstance(left, kind) and isinstance(right, kind) and len(left.operands) == len(right.operands):
-            return all(map(_are_transposes, left.operands, right.operands[::order]))
     return any(isinstance(a, Transposed) and a.original is b for a, b in ((left, right), (right, left)))
 
 

@@ -19,11 +19,17 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import orthogonalize, vector_norm
-from laplace_plus.linalg.arguments import without_autocast, working_type
+from laplace_plus.linalg.estimates import draw_probes, working_type
 from laplace_plus.linalg.krylov import product_length
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
-from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.solving import require_adjoint
+from laplace_plus.linalg.linear_maps import (
+    LinearMap,
+    Matvec,
+    attach_one,
+    number_type,
+    require_adjoint,
+    require_finite,
+    without_autocast,
+)
 
 Which = Literal["largest", "smallest", "magnitude"]
 
@@ -60,7 +66,6 @@ def eigsh(
     tolerance: float | None = None,
     max_restarts: int = 300,
     subspace: int | None = None,
-    v0: Tensor | None = None,
     generator: torch.Generator | None = None,
     parameters: Iterable[Tensor] | None = None,
     dtype: torch.dtype | None = None,
@@ -87,14 +92,13 @@ def eigsh(
             float64 and 2e-5 in float32.
         max_restarts: Cap on restarts; each costs at most ``subspace`` products.
         subspace: Number of vectors to store; by default the larger of 2k + 1 and k + 20.
-        v0: Start vector ``[n]``; random by default.
         generator: Source of the randomness.
         parameters: The tensors to differentiate in.
         dtype: Type of the vectors.
         device: Device of the vectors.
 
     Raises:
-        ConfigurationError: Bad sizes, option or start vector.
+        ConfigurationError: Bad sizes or option.
         OperatorError: An operator of another shape or type, or one that is not symmetric.
         NonFiniteError: NaN or infinity in a product.
 
@@ -114,9 +118,6 @@ def eigsh(
         checks.number("tolerance", tolerance, least=0.0)
     if k > n:
         raise ConfigurationError(f"eigsh gives at most {n} values.", expected=f"k <= {n}", got=f"k = {k}")
-    if v0 is not None:
-        checks.shape("v0", v0, [n])
-        dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
     wide, eps = working_type(dtype), torch.finfo(dtype).eps
@@ -124,9 +125,8 @@ def eigsh(
     # residuals below a few units of rounding cannot be reached
     level = eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
     with torch.no_grad():
-        start = random()[0] if v0 is None else v0.detach().to(device, wide)
         search = _ThickRestart(operator, which, level, subspace, max_restarts, random, dtype)
-        complete = search.find(start, k)
+        complete = search.find(random()[0], k)
         vectors = search.vectors
         products = operator(vectors) if len(vectors) else vectors
         values = (vectors * products).sum(dim=-1)
@@ -190,7 +190,7 @@ class _ThickRestart:
         lengths = product_length(matrix)
         require_finite("The search for eigenpairs", lengths)
         self.norm = float(lengths.max())
-        require_adjoint("eigsh", matrix, matrix.mT, self.norm, self._dtype)
+        require_adjoint(matrix, matrix.mT, self.norm, self._dtype)
         values, vectors = torch.linalg.eigh(matrix.double().cpu())
         self.norm = max(self.norm, float(values.abs().max()))
         chosen = self._order(values)[:k]
@@ -234,7 +234,7 @@ class _ThickRestart:
                         vector = self._unit(self._random()[0], basis[: known + j + 1])
                 matrix[j + 1, j] = beta
             square = matrix[:size]
-            require_adjoint("eigsh", square, square.mT, self.norm, self._dtype)
+            require_adjoint(square, square.mT, self.norm, self._dtype)
             values, vectors = torch.linalg.eigh(square.double().cpu(), UPLO="U")
             order = self._order(values)
             values, vectors = values[order], vectors[:, order]

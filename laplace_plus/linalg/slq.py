@@ -11,19 +11,25 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.linalg.arguments import without_autocast, working_type
-from laplace_plus.linalg.krylov import require_symmetric
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach_one, number_type, require_finite
-from laplace_plus.linalg.probes import Probes, draw_probes
+from laplace_plus.linalg.estimates import Estimate, draw_probes, standard_error, working_type
+from laplace_plus.linalg.linear_maps import (
+    LinearMap,
+    Matvec,
+    add_gradients,
+    attach_one,
+    number_type,
+    require_adjoint,
+    require_finite,
+    without_autocast,
+)
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, derivative, evaluate
-from laplace_plus.linalg.results import Estimate, standard_error
 
 
 @without_autocast
@@ -32,8 +38,7 @@ def slq_logdet(matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options
 
     With a shift the value is ``n log(shift) + tr log(I + A/shift)``. The first term is exact, so that the null space of
     A does not contribute to the error; ``log det(I + A/shift)`` is the value less ``n log(shift)``. The value is
-    differentiable in the shift. Without a shift the gradient G in A satisfies ``⟨G, A⟩ = n`` at every depth (for signs;
-    the mean of ‖v‖² for other probes), as ``tr(A⁻¹ A) = n``.
+    differentiable in the shift. Without one the gradient G in A satisfies ``⟨G, A⟩ = n = tr(A⁻¹ A)`` at every depth.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
@@ -89,7 +94,6 @@ def slq_trace(
     probes: int = 10,
     depth: int = 30,
     batch: int | None = None,
-    distribution: Probes = "signs",
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -109,10 +113,9 @@ def slq_trace(
         matvec: A, a callable on row-stacked vectors or an operator.
         f: Elementwise function of eigenvalues, made of torch operations, defined on the whole spectrum.
         n: Its size.
-        probes: Number of random vectors; two at least for a standard error.
+        probes: Number of random vectors of signs; two at least for a standard error.
         depth: K, the number of Lanczos steps.
         batch: Number of probes multiplied together; all by default.
-        distribution: Distribution of the probes; signs have no variance on the diagonal part of f(A).
         generator: Source of the randomness.
         dtype: Type of the vectors.
         device: Device of the vectors.
@@ -135,7 +138,6 @@ def slq_trace(
     batch = probes if batch is None else batch
     for name, number in (("n", n), ("probes", probes), ("depth", depth), ("batch", batch)):
         checks.count(name, number)
-    checks.choice("probes", distribution, get_args(Probes))
     dtype, device = number_type(matvec, dtype, device)
     parameters = None if parameters is None else tuple(parameters)
     if probes * depth >= n:
@@ -145,7 +147,7 @@ def slq_trace(
     gradients: tuple[Tensor, ...] = ()
     for first in range(0, probes, batch):
         count = min(batch, probes - first)
-        drawn = draw_probes(distribution, count, n, generator=generator, dtype=dtype, device=device)
+        drawn = draw_probes("signs", count, n, generator=generator, dtype=dtype, device=device)
         space = SpectralSpace(matvec, drawn, parameters=parameters)
         forms, change = space.evaluated(partial(space.quadrature, f), depth)
         samples.append(forms[:, 0])
@@ -170,7 +172,7 @@ def _exact(operator: LinearMap, f: SpectralFunction, identity: Tensor) -> Estima
     wide = working_type(identity.dtype)
     matrix = operator(identity).double()
     require_finite("The operator", matrix)
-    require_symmetric(matrix, identity.dtype)
+    require_adjoint(matrix, matrix.mT, matrix.abs().max(), identity.dtype)
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     with_graph = evaluate(f, values).sum()
     total, matvecs = with_graph.detach(), operator.matvecs

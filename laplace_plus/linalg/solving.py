@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Self
 
 import torch
@@ -11,23 +13,58 @@ from torch import Tensor
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.checks import count, number
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError, warn
-from laplace_plus.linalg.arguments import working_type
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
+from laplace_plus.linalg.estimates import working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
-from laplace_plus.linalg.results import Status, agreement
 
 _LOOK_EVERY = 8
 """Iterations between looks at an accelerator, each of which waits for its queue; on the CPU a look is free."""
 
 
-def right_sides(name: str, vectors: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Right-hand sides ``[..., n]`` in ``dtype``, if given; ``ConfigurationError`` for anything but real vectors."""
-    stacked = isinstance(vectors, Tensor) and vectors.ndim > 0 and vectors.shape[-1] > 0
-    if not stacked or not vectors.is_floating_point():
-        what, expected = f"{name} must be a stack of vectors.", "a floating-point tensor [..., n]"
-        got = f"{tuple(vectors.shape)} of {vectors.dtype}" if isinstance(vectors, Tensor) else repr(vectors)
-        raise ConfigurationError(what, expected=expected, got=got)
-    return vectors if dtype is None else vectors.to(dtype)
+class Status(IntEnum):
+    """How an iteration ended; larger is worse."""
+
+    CONVERGED = 0
+    """The tolerance is met (a right-hand side of zero has the solution zero)."""
+    MAX_ITERATIONS = 1
+    """The cap on iterations came first."""
+    STAGNATED = 2
+    """Rounding prevents further progress."""
+    ILL_CONDITIONED = 3
+    """The condition number exceeds its limit."""
+    BREAKDOWN = 4
+    """The operator violates a condition of the method, e.g. it is not positive definite."""
+    NOT_FINITE = 5
+    """NaN or infinity appeared; the solution of that right-hand side is NaN."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The solution of one or several linear systems.
+
+    Attributes:
+        value: ``[..., n]``, one solution for each right-hand side; differentiable.
+        residual: ``[...]`` norm of the residual that the method controls.
+        iterations: ``[...]`` iterations that each right-hand side took.
+        statuses: ``[...]`` integers, the :class:`Status` of each right-hand side.
+        matvecs: Number of operator–vector products, transposed ones included.
+    """
+
+    value: Tensor
+    residual: Tensor
+    iterations: Tensor
+    statuses: Tensor
+    matvecs: int
+
+    @property
+    def status(self) -> Status:
+        """The worst status of any right-hand side."""
+        return Status(int(self.statuses.max())) if self.statuses.numel() else Status.CONVERGED
+
+    @property
+    def converged(self) -> bool:
+        """Whether every right-hand side met its tolerance."""
+        return self.status is Status.CONVERGED
 
 
 class Problem:
@@ -195,26 +232,6 @@ def where_used(cotangents: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     """Zero for the systems with a cotangent of zero, so that a NaN in them does not spread."""
     used = (cotangents != 0).any(-1, keepdim=True)
     return tuple(torch.where(used, x, 0.0) for x in vectors)
-
-
-def require_adjoint(
-    method: str, left: Tensor, right: Tensor, scale: Tensor | float, dtype: torch.dtype, *, symmetric: bool = True
-) -> None:
-    """Check ``⟨p, A q⟩``, left, against ``⟨Aᵀ p, q⟩``, right, for a map and its transpose, or for a symmetric map.
-
-    Rounding errors in the type that A multiplies in are relative to ``scale``; where it underflowed, nothing is
-    checked. ``OperatorError`` if the numbers differ by more.
-    """
-    different = (left - right).abs() > agreement(dtype) * scale
-    if not bool((different & (scale > 0)).any()):
-        return
-    if symmetric:
-        what, expected = f"The operator is not symmetric, as {method} needs it to be.", "⟨p, A q⟩ = ⟨A p, q⟩"
-        fix = "Use lsmr or arnoldi for any other operator; pass check_symmetry=False if a solver's products are noisy."
-    else:
-        what, expected = f"{method} needs an operator and its transpose.", "⟨u, A v⟩ = ⟨rmatvec(u), v⟩"
-        fix = "Check rmatvec, or leave it out (None) to let torch differentiate through matvec."
-    raise OperatorError(what, expected=expected, got="different values for vectors of its Krylov space", fix=fix)
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:

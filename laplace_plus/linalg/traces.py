@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus.checks import choice, count
-from laplace_plus.linalg.arguments import without_autocast, working_type
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
-from laplace_plus.linalg.probes import Probes, draw_probes
-from laplace_plus.linalg.results import Estimate, jackknife, standard_error
-from laplace_plus.linalg.sketches import Sketch, frobenius_norm, symmetric_core
+from laplace_plus.linalg.estimates import Estimate, Probes, draw_probes, jackknife, standard_error, working_type
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite, without_autocast
+from laplace_plus.linalg.nystrom import frobenius_norm, symmetric_core
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutchinson"]
 """Names of the estimators of :func:`trace`."""
@@ -40,7 +38,6 @@ def trace(
     *,
     matvecs: int = 60,
     method: TraceMethod = "xtrace",
-    distribution: Probes | None = None,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -56,8 +53,10 @@ def trace(
     ``hutchinson`` every square operator         at most √(2/m) ‖A‖_F
     ============== ============================  =============================================
 
-    All are unbiased. Where the budget covers the dimension, ``matvecs ≥ n``, the exact diagonal is computed with n
-    products. The memory is that of ``matvecs`` vectors (twice that for the gradient).
+    All are unbiased. Hutchinson's probes are signs, which have no variance on the diagonal part of A; those of the
+    others are on the sphere, for which the length of a projected probe can be corrected. Where the budget covers the
+    dimension, ``matvecs ≥ n``, the exact diagonal is computed with n products. The memory is that of ``matvecs``
+    vectors (twice that for the gradient).
 
     The value is differentiable in the tensors that the operator depends on. Its gradient is the same estimator applied
     to ``∂A/∂θ`` with probes and bases held fixed: unbiased, and exact where the value is. With ``"hutchinson"`` it is
@@ -70,8 +69,6 @@ def trace(
         n: Its size.
         matvecs: Number of products with A; at least 4 for XTrace and 2 for the others, or at least n.
         method: The estimator.
-        distribution: Of the probes. By default signs, which have no variance on the diagonal part of A. XTrace and
-            XNysTrace take the sphere by default, for which the length of a projected probe can be corrected.
         generator: Source of the randomness.
         dtype: Type of the vectors.
         device: Device of the vectors.
@@ -97,8 +94,7 @@ def trace(
     choice("trace method", method, get_args(TraceMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, parameters=parameters, dtype=dtype)
-    kind = distribution or ("signs" if method == "hutchinson" else "sphere")
-    source = _Source(operator, kind, generator, dtype, device)
+    source = _Source(operator, "signs" if method == "hutchinson" else "sphere", generator, dtype, device)
     ways: dict[str, _Way] = {"xtrace": _xtrace, "xnystrace": _xnystrace, "hutchinson": partial(_hutchinson, _dots)}
     return _estimate(method, ways[method], _dots, source, matvecs)
 
@@ -112,7 +108,6 @@ def diagonal(
     method: DiagonalMethod = "xdiag",
     rmatvec: Matvec | None = None,
     symmetric: bool = False,
-    distribution: Probes = "signs",
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -150,7 +145,7 @@ def diagonal(
     choice("diagonal method", method, get_args(DiagonalMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters, dtype=dtype)
-    source = _Source(operator, distribution, generator, dtype, device)
+    source = _Source(operator, "signs", generator, dtype, device)
     way = _xdiag if method == "xdiag" else partial(_hutchinson, torch.mul)
     return _estimate(method, way, torch.mul, source, matvecs)
 
@@ -245,15 +240,15 @@ def _xtrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Fra
     correction = correction + alpha.square() * diagonal[:, None] + beta.square() * diagonal
     correction = correction + alpha * beta * (form + form.mT) + alpha * own[:, None]
     gone = (diagonal[:, None] + others * diagonal - cosine * (form + form.mT)) / apart
-    if source.kind != "signs":  # scale each projected probe to its expected length; unbiased on the sphere
-        sizes = probes.square().sum(1, dtype=torch.float64)[:, None]
-        kept, removed = lengths[:, None] - alpha * single - beta * along, (lost != 0).any(0)[:, None] + others
-        correction = correction * (n - len(lost) + removed) / (sizes - kept)
+    # Scale each projected probe to its expected length; unbiased on the sphere.
+    sizes = probes.square().sum(1, dtype=torch.float64)[:, None]
+    kept, removed = lengths[:, None] - alpha * single - beta * along, (lost != 0).any(0)[:, None] + others
+    correction = correction * (n - len(lost) + removed) / (sizes - kept)
     samples = core.trace() - gone + correction
     own_samples = samples.diagonal()
     nearly_exact = len(lost) < m or m < 3  # noqa: PLR2004  # each sample is, where the rank is smaller
     error = standard_error(own_samples) if nearly_exact else _error(own_samples, samples)
-    return own_samples.mean(), error, probes, partial(_frame, source.kind, probes, sketch)
+    return own_samples.mean(), error, probes, partial(_frame, probes, sketch)
 
 
 def _xnystrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
@@ -263,12 +258,12 @@ def _xnystrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _
     eps, norm = torch.finfo(source.dtype).eps, frobenius_norm(sketch)
     if norm == 0:
         zero = torch.zeros((), dtype=torch.float64, device=source.device)
-        return zero, zero, probes, lambda x: _frame(source.kind, probes, Sketch(sketch), x)
+        return zero, zero, probes, lambda x: _frame(probes, Sketch(sketch), x)
     # A shift of the size of rounding makes the core positive definite also for a singular operator.
     shift = eps * norm / n**0.5
     shifted = sketch + shift * probes
     core = (probes @ shifted.mT).double()  # Ωᵀ (A + ν) Ω
-    values, vectors = symmetric_core(core, n, norm, eps)
+    values, vectors = symmetric_core(core, n, norm, source.dtype)
     values = values.clamp_min(0.1 * shift * n)
     inverse = (vectors / values) @ vectors.mT
     root = ((vectors / values.sqrt()).mT.to(source.wide) @ shifted).square().sum(dtype=torch.float64) - shift * n
@@ -277,17 +272,15 @@ def _xnystrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _
     own = inverse.diagonal()
     # Without probe i: the last column of a Cholesky factor, and the Schur complement ωᵢᵀ (A − Âᵢ) ωᵢ =
     # 1/(core⁻¹)ᵢᵢ. A − Âᵢ annihilates the other probes, so that only the component of ωᵢ orthogonal to them counts.
-    signs = source.kind == "signs"
-    apart = torch.ones_like(inverse) if signs else torch.linalg.inv((probes @ probes.mT).double())
+    apart = torch.linalg.inv((probes @ probes.mT).double())
     length = apart.diagonal()
-    factor = 1.0 if signs else (n - m + 1) * length
-    samples = root + (factor - gram.diagonal()) / own
+    samples = root + ((n - m + 1) * length - gram.diagonal()) / own
     # The same without the probes i and j.
     determinant = torch.maximum(own[:, None] * own - inverse.square(), 1e-12 * own[:, None] * own)
     gone = own * gram.diagonal()[:, None] - 2 * inverse * gram + own[:, None] * gram.diagonal()
-    factors = 1.0 if signs else (n - m + 2) * (length[:, None] - apart.square() / length)
+    factors = (n - m + 2) * (length[:, None] - apart.square() / length)
     error = _error(samples, root + (factors * own - gone) / determinant)
-    return samples.mean(), error, probes, lambda x: _frame(source.kind, probes, Sketch(sketch), x)
+    return samples.mean(), error, probes, lambda x: _frame(probes, Sketch(sketch), x)
 
 
 def _xdiag(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
@@ -319,6 +312,38 @@ def _xdiag(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Fram
     return captured + samples.mean(0), spread, probes, frame
 
 
+class Sketch:
+    """A QR decomposition ``Y = Q R`` of columns ``[m, n]``.
+
+    Attributes:
+        basis: Q by rows, ``[m, n]``.
+        triangle: R, ``[m, m]`` in float64.
+    """
+
+    def __init__(self, products: Tensor):
+        basis, triangle = torch.linalg.qr(products.mT)
+        self.basis, self.triangle = basis.mT.contiguous(), triangle.double()
+
+    def leave_one_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The direction that the range loses without each column.
+
+        The projection onto the span of all columns but the i-th is ``Q (B Bᵀ − sᵢ sᵢᵀ) Qᵀ``, where the columns of B
+        span the range of R. If yᵢ lies in the span of the others, sᵢ is zero. This holds for every i where the rank of
+        the operator is smaller than the number of probes.
+
+        Returns:
+            B ``[m, r]``, ``Bᵀ R`` ``[r, m]`` and ``Bᵀ sᵢ`` as columns ``[r, m]``; r is the numerical rank.
+        """
+        left, values, right = torch.linalg.svd(self.triangle)  # R = left · diag(values) · right
+        rank = int((values > 4 * torch.finfo(values.dtype).eps * values[:1]).sum())
+        left, values, right = left[:, :rank], values[:rank], right[:rank]
+        # A column is needed for the range if and only if its leverage is one.
+        needed = (1 - right.square().sum(0)) <= 1e-8
+        lost = right / values[:, None]
+        lost = torch.where(needed, lost / torch.linalg.vector_norm(lost, dim=0).clamp_min(1e-300), 0.0)
+        return left, values[:, None] * right, lost
+
+
 def _dots(left: Tensor, right: Tensor) -> Tensor:
     return (left * right).sum(-1, dtype=torch.float64)
 
@@ -336,7 +361,7 @@ def _error(samples: Tensor, pairs: Tensor) -> Tensor:
     return (standard_error(samples) * jackknife(means)).sqrt()
 
 
-def _frame(kind: Probes, probes: Tensor, sketch: Sketch, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+def _frame(probes: Tensor, sketch: Sketch, cotangent: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors and cotangents of XTrace with the bases held fixed.
 
     The estimate is the mean over i of ``tr(Qᵢᵀ A Qᵢ) + κᵢ μᵢᵀ A μᵢ``, where Qᵢ spans the sketch without probe i and
@@ -346,10 +371,8 @@ def _frame(kind: Probes, probes: Tensor, sketch: Sketch, cotangent: Tensor) -> t
     change, _, lost = sketch.leave_one_out()
     inside = change.mT @ (sketch.basis @ probes.mT).double()
     kept = inside - lost * (lost * inside).sum(0)
-    scale = torch.full((m,), 1 / m, dtype=torch.float64, device=probes.device)
-    if kind != "signs":  # as in the estimate
-        dimensions = n - len(kept) + (lost != 0).any(0)
-        scale = scale * dimensions / (probes.square().sum(1, dtype=torch.float64) - kept.square().sum(0))
+    dimensions, sizes = n - len(kept) + (lost != 0).any(0), probes.square().sum(1, dtype=torch.float64)
+    scale = dimensions / (sizes - kept.square().sum(0)) / m  # as in the estimate
     basis = change.mT.to(probes.dtype) @ sketch.basis
     outside = probes - kept.mT.to(basis.dtype) @ basis
     weights = torch.eye(len(lost), dtype=lost.dtype, device=lost.device) - lost @ lost.mT / m

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
-from laplace_plus.linalg.results import PRODUCTS
+from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network import batches
 from laplace_plus.network.adapters import MERGED, adapter_state
 from laplace_plus.network.differentiability import differentiable_kernels, eager

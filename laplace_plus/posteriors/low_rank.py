@@ -21,8 +21,8 @@ from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
-from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.results import PRODUCTS
+from laplace_plus.linalg.estimates import draw_probes
+from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import settle, whole_layout
 from laplace_plus.network.network import Network

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision

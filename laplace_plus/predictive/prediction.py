@@ -23,7 +23,7 @@ from laplace_plus.likelihoods import Likelihood, Marginal
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg.results import jackknife, standard_error
+from laplace_plus.linalg.estimates import jackknife, standard_error
 
 _MAX_ENTROPY_DRAWS = 128
 """Draws for a sampled entropy: the standard error is then below a tenth of the spread of log p, at S·128 densities."""

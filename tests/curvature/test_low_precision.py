@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import laplace_plus as lp
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.likelihoods import Categorical
-from laplace_plus.linalg.results import PRODUCTS
+from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 

@@ -40,7 +40,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.linalg.linear_maps import LinearMap
-from laplace_plus.linalg.matrices import Identity
+from laplace_plus.linalg.operators import Identity
 from laplace_plus.network.network import Network
 from laplace_plus.testing import assert_untouched, snapshot
 

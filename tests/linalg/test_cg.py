@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 from laplace_plus.linalg.cg import cg
 from laplace_plus.linalg.nystrom import nystrom
-from laplace_plus.linalg.results import Status
+from laplace_plus.linalg.solving import Status
 
 
 def definite(n: int = 30, condition: float = 1e2, seed: int = 0) -> Tensor:

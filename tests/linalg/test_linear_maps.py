@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import linalg
-from laplace_plus.errors import OperatorError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.linear_maps import LinearMap
 
 N = 6
@@ -54,12 +54,6 @@ def test_forward_mode_is_refused(use):
         torch.func.jvp(lambda s: use(lambda v: v @ (s * a)), (torch.ones_like(a),), (torch.ones_like(a),))
 
 
-@EVERY
-def test_writing_into_the_vectors_is_refused(use):
-    with pytest.raises(OperatorError, match="overwrites the vectors"):
-        use(lambda v: v.mul_(2.0))
-
-
 def test_a_constant_product_may_be_the_same_tensor():
     zero = torch.zeros(N, dtype=torch.float64)
     solution = linalg.lsmr(lambda v: zero, lambda v: zero, B)
@@ -86,7 +80,7 @@ def test_gradients_under_autocast():
 
 
 def test_types_are_found_in_what_holds_a_network():
-    """A method of an object that has a network; a function with a variable that is not assigned yet."""
+    """A method of an object that has a network."""
 
     class Curvature:
         def __init__(self):
@@ -95,14 +89,9 @@ def test_types_are_found_in_what_holds_a_network():
         def multiply(self, v: Tensor) -> Tensor:
             return v @ self.network.weight.T
 
-    def unfinished(v: Tensor) -> Tensor:
-        return later if v is None else 2 * v
-
     curvature = Curvature()
     for operator in (curvature.multiply, lambda v: curvature.multiply(v)):
         assert linalg.trace(operator, N).value.dtype == torch.float64
-    assert linalg.trace(unfinished, N).value == 2 * N
-    later = None
 
 
 def test_solvers_convert_to_a_given_type():

@@ -15,8 +15,8 @@ from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
-from laplace_plus.linalg.matrices import Dense
-from laplace_plus.linalg.results import Status
+from laplace_plus.linalg.operators import Dense
+from laplace_plus.linalg.solving import Status
 
 EXACT = {"atol": 1e-14, "btol": 1e-14, "conlim": 1e12}
 SHAPES = {"tall": (8, 5), "wide": (5, 8), "square": (6, 6), "row": (1, 4), "column": (4, 1)}

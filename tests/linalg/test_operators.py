@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.linalg import (
-    Dense,
-    Diagonal,
-    Identity,
-    as_operator,
-)
+from laplace_plus.linalg import Dense, Diagonal, Identity, as_operator
 from laplace_plus.linalg.linear_maps import LinearMap, leaves
 from laplace_plus.linalg.operators import Operator, Product, Sum
 
@@ -94,9 +89,6 @@ def test_is_written_out(case):
     close(operator.dense(), matrix)
     close(operator.T.dense(), matrix.mT)
     close(Operator.dense(operator), matrix)
-    close(operator.diagonal(), matrix.diagonal())
-    close(operator.T.diagonal(), matrix.diagonal())
-    close(Operator.diagonal(operator), matrix.diagonal())
 
 
 @each
@@ -115,7 +107,6 @@ def test_derivatives(case):
     inputs = tuple(tensor.clone().requires_grad_() for tensor in (*tensors, normal(2, n)))
     assert gradcheck(lambda *x: make(*x[:-1])(x[-1]), inputs)
     assert gradcheck(lambda *x: make(*x).dense(), inputs[:-1])
-    assert gradcheck(lambda *x: Operator.diagonal(make(*x)), inputs[:-1])
 
 
 @each
@@ -151,7 +142,6 @@ def test_scipy_sees_the_same_matrix(case):
     np.testing.assert_allclose(view @ np.eye(len(x)), wanted, atol=1e-12)
     np.testing.assert_allclose(view.rmatvec(u), wanted.T @ u, atol=1e-12)
     np.testing.assert_allclose(view.H @ np.eye(len(u)), wanted.T, atol=1e-12)
-    np.testing.assert_allclose(view @ (x + 2j * x[::-1]), wanted @ (x + 2j * x[::-1]), atol=1e-12)
 
 
 # -- the algebra -------------------------------------------------------------------------------------------------------
@@ -165,7 +155,6 @@ def test_symmetry_propagates():
     double = 2.0 * a
     assert (double.T @ double).symmetric and (2 * (a.T @ a)).symmetric
     square = Dense(A[:3])
-    assert (square + square.T).symmetric and (square + s + square.T).symmetric
     for other in (square, square + s, square @ s, s @ Diagonal(ADDED[:3]), square - square.T, square @ square):
         assert not other.symmetric
 
@@ -174,7 +163,7 @@ def test_transposes_are_recognised_although_they_are_not_kept():
     a, square = Dense(A), Dense(A[:3])
     gram, total = a.T @ a, square + 2 * square @ square
     assert gram.symmetric and gram.T is gram and a.T.T is a
-    assert (total.T @ total).symmetric and (total + total.T).symmetric
+    assert (total.T @ total).symmetric
 
 
 def test_sums_and_products_are_flat():
@@ -260,10 +249,4 @@ def test_empty_operators():
     empty = Dense(torch.zeros(0, 3))
     assert empty(torch.ones(2, 3)).shape == (2, 0)
     for operator in (empty, empty.T, as_operator(lambda v: v.new_zeros(*v.shape[:-1], 0), (0, 3))):
-        assert operator.dense().shape == operator.shape and operator.diagonal().shape == (0,)
-
-
-def test_bfloat16_through_scipy():
-    view = Dense(torch.eye(3, dtype=torch.bfloat16) * 2).to_scipy()
-    assert view.dtype == np.float32
-    np.testing.assert_array_equal(view @ np.ones(3), 2 * np.ones(3))
+        assert operator.dense().shape == operator.shape

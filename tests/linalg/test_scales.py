@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_plus import linalg
 from laplace_plus.errors import NonFiniteError, OperatorError
-from laplace_plus.linalg.results import Status
+from laplace_plus.linalg.solving import Status
 
 SPECTRUM = torch.linspace(1.0, 7.0, 60)
 TALL = torch.linalg.qr(torch.randn(30, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]

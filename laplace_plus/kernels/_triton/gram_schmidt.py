@@ -1,4 +1,4 @@
-"""Classical Gram–Schmidt, run twice in three passes over the basis, and the three-term update of Lanczos.
+"""Classical Gram–Schmidt, run twice in three passes over the basis.
 
 ``h = Q w``, then ``w₁ = w − Qᵀ h`` together with ``h' = Q w₁``, then ``w₂ = w₁ − Qᵀ h'``: the middle pass holds a block
 of columns of the basis in registers for both products, so the basis is read three times, not four. Inner products are
@@ -88,26 +88,6 @@ def subtract(
     tl.store(output + probe * n + column, w, mask=inside)
 
 
-@jit
-def three_terms(vector, current, previous, alphas, betas, output, squares, n, chunk, COLUMNS: tl.constexpr):
-    """``output = vector − α current − β previous`` and the sums of its squares in each chunk."""
-    probe = tl.program_id(1).to(tl.int64)
-    alpha = tl.load(alphas + probe)
-    beta = tl.load(betas + probe)
-    first = tl.program_id(0).to(tl.int64) * chunk
-    last = tl.minimum(first + chunk, n)
-    sums = tl.zeros((COLUMNS,), dtype=vector.dtype.element_ty)
-    for start in range(first, last, COLUMNS):
-        place = probe * n + start + tl.arange(0, COLUMNS)
-        inside = start + tl.arange(0, COLUMNS) < last
-        w = tl.load(vector + place, mask=inside, other=0.0)
-        w -= alpha * tl.load(current + place, mask=inside, other=0.0)
-        w -= beta * tl.load(previous + place, mask=inside, other=0.0)
-        tl.store(output + place, w, mask=inside)
-        sums += w * w
-    tl.store(squares + probe * tl.num_programs(0) + tl.program_id(0), tl.sum(sums, 0))
-
-
 def _blocks(rows: int, n: int, probes: int, like: Tensor) -> tuple[int, int, int, int]:
     """Rows and columns of a block, and the number and length of a vector's chunks.
 
@@ -155,27 +135,12 @@ def combine_and_dots(basis: Tensor, vector: Tensor, factors: Tensor) -> tuple[Te
 
 
 @on_its_device
-def orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tensor, Tensor]:
-    """Classical Gram–Schmidt, once or twice, of ``[m, n]`` against the rows of ``[m, k, n]`` with k ≥ 1.
+def orthogonalize(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Classical Gram–Schmidt, twice, of ``[m, n]`` against the rows of ``[m, k, n]`` with k ≥ 1.
 
     The rows have contiguous entries. Returns the vectors ``[m, n]`` and the coefficients ``[m, k]``.
     """
     vector = vector.contiguous()
     first = dots(basis, vector)
-    if passes == 1:
-        return combine(basis, vector, first), first
     vector, second = combine_and_dots(basis, vector, first)
     return combine(basis, vector, second), first + second
-
-
-@on_its_device
-def three_term_update(vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``w − α q − β p``, α and its norm, for ``[m, n]`` each and ``β`` of ``[m]``; ``α = ⟨w, q⟩``."""
-    vector, current, previous = vector.contiguous(), current.contiguous(), previous.contiguous()
-    probes, n = vector.shape
-    alpha = dots(current[:, None], vector)[:, 0]
-    _, columns, chunks, chunk = _blocks(1, n, probes, vector)
-    output, squares = torch.empty_like(vector), vector.new_empty(probes, chunks)
-    tensors = (vector, current, previous, alpha, beta, output, squares)
-    three_terms[(chunks, probes)](*tensors, n, chunk, COLUMNS=columns, num_warps=4, enable_fp_fusion=True)
-    return output, alpha, squares.sum(1).sqrt()

@@ -18,7 +18,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import stage_generator
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.persistence import stored
 
 _MANY = 10_000

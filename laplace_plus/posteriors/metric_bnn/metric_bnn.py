@@ -22,7 +22,7 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, NotFittedError, warn
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.gradients import loss_gradient
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior

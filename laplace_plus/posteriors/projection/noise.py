@@ -16,8 +16,8 @@ from laplace_plus import checks, kernels
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import stage_generator
 from laplace_plus.linalg import Estimate
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
-from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows

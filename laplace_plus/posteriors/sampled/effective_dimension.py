@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.results import jackknife, standard_error
+from laplace_plus.linalg.estimates import jackknife, standard_error
 from laplace_plus.persistence import stored
 from laplace_plus.tuning.objective import updated_precision
 

@@ -35,7 +35,7 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.linalg import Operator
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.persistence import stored

@@ -20,7 +20,7 @@ from laplace_plus import checks
 from laplace_plus.curvature import Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.registry import resolve_option
