@@ -15,8 +15,7 @@ from torch.testing import assert_close
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, ModelChangedError, UnsupportedError
-from laplace_plus.posteriors.variational_last_layer.bounds import expected_log_density
-from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians
+from laplace_plus.posteriors.variational_last_layer.bounds import Gaussians, expected_log_density
 from laplace_plus.testing import PosteriorConformance
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from operator import is_
+from operator import add
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_outputs, doubt_logits, widen
 from laplace_plus.likelihoods.gaussian import StudentTNoise
@@ -30,9 +30,14 @@ from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_same_data
 from laplace_plus.posteriors.variational_bound import VariationalBound
-from laplace_plus.posteriors.variational_last_layer.bounds import Bound, resolve_bound
-from laplace_plus.posteriors.variational_last_layer.conjugate import Regression, Solution
-from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians, climb
+from laplace_plus.posteriors.variational_last_layer.bounds import (
+    Bound,
+    Gaussians,
+    Regression,
+    Solution,
+    climb,
+    resolve_bound,
+)
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, pick, require_outputs, wants_variances
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
@@ -45,28 +50,17 @@ class LastLayer(State):
 
     Attributes:
         index: Where each weight is in the parameter vector, ``[C, D]``.
-        seed: Of the samples of ``bound="mc"``.
         data_sum: A number by which the training data are recognised.
+        seed: Of the samples of ``bound="mc"``.
         sums: Of regression, from which all follows at once.
         searched: The Gaussians of other likelihoods.
     """
 
     index: Tensor
-    seed: int
     data_sum: float
+    seed: int = 0
     sums: Regression | None = None
     searched: Gaussians | None = None
-
-
-@dataclass(frozen=True)
-class _Features:
-    """What passes over the data give: all features ``[n, D]`` with targets, but of regression, and sums over them."""
-
-    index: Tensor
-    rows: tuple[Tensor, Tensor] | None
-    sums: Any
-    n_data: int
-    data_sum: float
 
 
 class VariationalLastLayer(Posterior):
@@ -104,7 +98,6 @@ class VariationalLastLayer(Posterior):
 
     _one_precision = True
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
-    _solution_cache: tuple[tuple[Any, ...], Solution] | None = None
 
     def __init__(
         self,
@@ -141,45 +134,50 @@ class VariationalLastLayer(Posterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> LastLayer:
-        found = self._features(data, progress=progress)
+        state, rows, curvature = self._pass_over(data, progress=progress)
         self.prior()  # refuses a mean of another shape
-        vector, noise, n_outputs = self.network.vector(), self.noise_std, len(found.index)
-        seed, self._other_likelihood = draw_seed(generator) if self._kind == "mc" else 0, None
-        if noise is not None and self.noise_per_output and noise.ndim == 0 and 1 < n_outputs <= MANY_LEVELS:
-            self.likelihood = self.likelihood.with_noise(noise.expand(n_outputs))
-        state = LastLayer(vector, found.n_data, n_outputs, found.index, seed, found.data_sum)
-        if found.rows is None:
-            self.set_state(replace(state, sums=found.sums))
-            self._solution()  # Student-t noise may have no variance
-            return self.state
-        weights = _weights(vector, found.index)
-        alpha = self._prior_precision.detach().to(weights)
-        start = Gaussians.laplace(weights, found.sums / float(self._temperature.detach()), alpha)
-        q = self._bound(state, found.rows, alpha).maximise(start, self.max_iterations, progress)[0]
-        return _at(state, q)
+        noise = self.noise_std
+        if noise is not None and self.noise_per_output and noise.ndim == 0 and 1 < state.n_outputs <= MANY_LEVELS:
+            self.likelihood = self.likelihood.with_noise(noise.expand(state.n_outputs))
+        if state.sums is not None:
+            self.set_state(state)
+            self.require_fit()  # Student-t noise may have no variance
+            return state
+        state = replace(state, seed=draw_seed(generator) if self._kind == "mc" else 0)
+        alpha = self._prior_precision.detach().to(curvature)
+        start = Gaussians.laplace(_weights(state.mean, state.index), curvature / float(self._temperature), alpha)
+        return _at(state, self._bound(state, rows, alpha).maximise(start, self.max_iterations, progress)[0])
 
-    def _features(self, data: Iterable[Any], *, progress: bool) -> _Features:
-        """What one pass over the data gives."""
-        seen, count, doubt, total = DataSums(self.network.device), 0, 0.0, None
-        features, targets = list[Tensor](), list[Tensor]()
+    def _pass_over(self, data: Iterable[Any], *, progress: bool) -> tuple[LastLayer, Any, Any]:
+        """What one pass tells: the state before a search, features ``[n, D]`` with targets, and the curvature.
+
+        Of regression all is in the state's sums.
+        """
+        seen, count, doubt = DataSums(self.network.device), 0, 0.0
+        features, targets, total = list[Tensor](), list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
             seen.add(batch, len(batch.target))
             index, phi, y, outputs = _head_rows(self.network, self.likelihood, batch)
             count += len(phi)
             doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
             if self.likelihood.is_gaussian:
-                new: Any = Regression.of(phi, y, _weights(self.network.vector(), index))
-                total = new if total is None else total.plus(new)
+                residuals = y - phi @ _weights(self.network.vector(), index).mT
+                new = [phi.mT @ phi, phi.mT @ residuals, residuals.square().sum(0)]
             else:
-                total = self._curvature(phi, outputs, y) + (0.0 if total is None else total)
+                new = [self._curvature(phi, outputs, y)]
                 features.append(phi)
                 targets.append(y)
+            total = [*map(add, total, new)] if total else new
         if not count:
             raise zero_curvature(self)
         if doubt > 0:
             doubt_logits(self.likelihood, doubt)
-        rows = (torch.cat(features), torch.cat(targets)) if features else None
-        return _Features(index, rows, total, seen.count, seen.values()[0])
+        state = LastLayer(self.network.vector(), seen.count, len(index), index, seen.values()[0])
+        if self.likelihood.is_gaussian:
+            gram, cross, squares = total
+            sums = Regression.of(gram, cross, squares, count, _weights(state.mean, index))
+            return replace(state, sums=sums), None, None
+        return state, (torch.cat(features), torch.cat(targets)), total[0]
 
     def _curvature(self, features: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
@@ -213,27 +211,22 @@ class VariationalLastLayer(Posterior):
         return _at(self.state, self.q).mean
 
     def _solution(self) -> Solution:
-        """The exact posterior of regression at the present hyperparameters, computed if it is not known."""
-        own = self._prior_precision, self._prior_mean, self._temperature
-        key = (self.state, *own, self.likelihood, *(tensor._version for tensor in own))
-        if self._solution_cache is None or not all(map(is_, self._solution_cache[0], key)):
-            found = self._solution_at(self._prior_precision.detach(), self.noise_std)
-            if found.rate is not None and self.network.function is None:  # of the network itself, not of a view
-                self._other_likelihood = StudentTNoise(found.shape, found.rate, self.likelihood.output_axis)
-            self._solution_cache = key, found
-        return self._solution_cache[1]
+        """The exact posterior of regression at the present hyperparameters."""
+        return self._solution_at(self._prior_precision.detach(), self.noise_std)
 
     def _solution_at(self, alpha: Tensor, noise: Tensor | None) -> Solution:
         sums, prior_mean = self.state.sums, self._prior_mean.expand(self.n_parameters)
         own = _weights(prior_mean, self.state.index), float(self._temperature), self.noise_shape, self.keeps_mean
-        return sums.solve(alpha.to(sums.gram), noise, *own)
+        return sums.solve(alpha.to(sums.values), noise, *own)
 
     @override
     def require_fit(self) -> None:
-        """As of :class:`Posterior`; a posterior in closed form then follows its hyperparameters."""
+        """As of :class:`Posterior`; Student-t noise then follows the hyperparameters."""
         super().require_fit()
-        if self.state.sums is not None:
-            self._solution()
+        if self.noise_shape and self.network.function is None:  # of the network itself, not of a view
+            found = self._solution()
+            assert found.rate is not None
+            self._other_likelihood = StudentTNoise(found.shape, found.rate, self.likelihood.output_axis)
 
     @full_precision
     def elbo(self, data: Iterable[Any] | None = None) -> Tensor:
@@ -246,10 +239,9 @@ class VariationalLastLayer(Posterior):
 
     def _again(self, data: Iterable[Any] | None, *, progress: bool = False) -> tuple[Tensor, Tensor]:
         data = self.training_data.again(data, "The bound of a last layer passes over the data.")
-        found = self._features(data, progress=progress)
-        require_same_data("the fit", (self.n_data, self.state.data_sum), (found.n_data, found.data_sum))
-        assert found.rows is not None
-        return found.rows
+        now, rows, _ = self._pass_over(data, progress=progress)
+        require_same_data("the fit", (self.n_data, self.state.data_sum), (now.n_data, now.data_sum))
+        return rows
 
     @override
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
@@ -295,8 +287,6 @@ class VariationalLastLayer(Posterior):
         q = self.q
         capture = Capture(self.network, x, differentiable=differentiable)
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
-        if not shape.numel():
-            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         require_outputs(shape, self.n_outputs, x)
         only, features = wants_variances(outputs, joint), _head_features(self.network, capture)[1]
         mean, pushed = (features @ q.mean.mT).view(shape).to(dtype), q.pushed(features)
