@@ -32,25 +32,21 @@ class _SoftmaxRoot(OutputRoot):
 
     def __init__(self, p: Tensor, shape: torch.Size):
         OutputRoot.__init__(self, shape)
-        self._top = p.argmax(-1, keepdim=True)
-        self._p, self._rest, self._root = p, p.scatter(-1, self._top, 0.0), p.sqrt()
+        self._p, self._root, self._top = p, p.sqrt(), p.argmax(-1, keepdim=True)
 
     @override
     def down(self, tangents: Tensor) -> Tensor:
         u = tangents.reshape(len(tangents), *self._p.shape)
         u = u - u.gather(-1, self._top.expand(len(u), -1, -1))  # Sᵀ is zero on vectors that are constant over classes
-        centred = u - (self._rest * u).sum(-1, keepdim=True)
+        centred = u - (self._p * u).sum(-1, keepdim=True)
         return (self._root * centred).flatten(1)
 
     @override
     def up(self, coordinates: Tensor) -> Tensor:
         z = self._root * coordinates.reshape(len(coordinates), *self._p.shape)
         top = self._top.expand(len(z), -1, -1)
-        others = z.scatter(-1, top, 0.0).sum(-1, keepdim=True)
-        result = z - self._p * (others + z.gather(-1, top))
-        # z_t − p_t Σ z = (1 − p_t) z_t − p_t Σ_{i≠t} z_i
-        at_top = self._rest.sum(-1, keepdim=True) * z.gather(-1, top) - self._p.gather(-1, self._top) * others
-        return result.scatter(-1, top, at_top).view(len(z), *self.shape)
+        others = (z - self._p * z.sum(-1, keepdim=True)).scatter(-1, top, 0.0)
+        return others.scatter(-1, top, -others.sum(-1, keepdim=True)).view(len(z), *self.shape)  # the sum is zero
 
 
 class _ColumnRoot(OutputRoot):

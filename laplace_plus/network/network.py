@@ -18,7 +18,7 @@ from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFi
 from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network import batches
 from laplace_plus.network.adapters import MERGED, adapter_state
-from laplace_plus.network.differentiability import differentiable_kernels, eager
+from laplace_plus.network.differentiability import eager
 from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import Selected, Selection, select, uses
 from laplace_plus.network.shadow import Shadow, copied, unwrap
@@ -287,18 +287,6 @@ class Network:
         with torch.enable_grad():  # for networks that differentiate themselves; no parameter requires gradients
             outputs = batches.output_tensor(self.raw(inputs))
         return self.arrange(outputs.detach())
-
-    def tangent(self, inputs: Any, tangent: Tensor) -> Tensor:
-        """``J(x) v`` for a tangent ``v [P]`` in parameter space, ``[B, *, C]``."""
-        vector = self.vector()
-        # Two backward passes, since many operations (fused attention, recurrent layers) have no forward derivative.
-        with torch.enable_grad(), differentiable_kernels(self.model):
-            point = vector.requires_grad_()
-            outputs = self(inputs, self.substitute(point))
-            dummy = torch.zeros_like(outputs, requires_grad=True)
-            (pulled,) = torch.autograd.grad(outputs, point, dummy, create_graph=True)
-            (pushed,) = torch.autograd.grad(pulled, dummy, tangent.to(pulled))
-        return pushed.detach()
 
     def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
         """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.

@@ -24,6 +24,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.network.linearization import jvp
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, zero_curvature
@@ -311,7 +312,7 @@ class GaussianPosterior(Posterior):
         )[0]
         if self.tangent_mean is None:
             return found
-        shift = self.network.tangent(x, self.tangent_mean - self.mean)  # J(x) (θ* − θ̃)
+        shift = jvp(self.network, x, self.tangent_mean - self.mean)  # J(x) (θ* − θ̃)
         return FunctionalPosterior(found.mean + pick(shift, outputs).to(found.mean), found.covariance)
 
     @property

@@ -24,6 +24,7 @@ from laplace_plus.errors import (
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of, to_device
+from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -291,7 +292,7 @@ class Predicting(ABC):
     def _mean_shift(self: Any, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
         shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
-        return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
+        return jvp(self.network, x, shift) if bool(shift.any()) else 0.0
 
     def _sampled_chunks(self: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""

@@ -18,6 +18,7 @@ from laplace_plus.linalg.null_space import (
     LSMRProjection,
     SVDProjection,
 )
+from laplace_plus.network.linearization import jvp
 from laplace_plus.posteriors.projection.noise import project_noise, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows
 from laplace_plus.testing import PosteriorConformance
@@ -69,7 +70,7 @@ def test_training_predictions_are_the_networks(problem):
     posterior = lp.NullSpace(net, "classification", n_samples=4).fit(data)
     x = torch.cat([x for x, _ in data])
     deviations = posterior.samples - posterior.mean
-    moved = torch.stack([posterior.network.tangent(x, deviation) for deviation in deviations])
+    moved = torch.stack([jvp(posterior.network, x, deviation) for deviation in deviations])
     assert moved.abs().max() < 1e-5
     assert posterior.functional_posterior(x).covariance.abs().max() < 1e-9
     away = posterior.functional_posterior(x + 3).covariance.diagonal(dim1=-2, dim2=-1)

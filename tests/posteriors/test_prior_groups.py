@@ -10,6 +10,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.network.linearization import jvp
 from laplace_plus.priors import Groups
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -145,7 +146,7 @@ def test_the_tangent_mean_in_every_prediction():
     net = network("layer")
     posterior = lp.KFAC(net, "classification").fit([(X, Y)])
     posterior.fit_prior_precision(evidence="tangent", predictive_mean="tangent")
-    shift = posterior.network.tangent(NEW, posterior.tuning.vector - posterior.mean)
+    shift = jvp(posterior.network, NEW, posterior.tuning.vector - posterior.mean)
     want = net(NEW).detach() + shift
     assert torch.allclose(posterior.functional_posterior(NEW).mean, want)
     assert torch.allclose(posterior.functional_posterior(NEW, outputs="diagonal").mean, want)
