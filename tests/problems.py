@@ -5,6 +5,7 @@ The references share no code with the package: Jacobians by autodiff, curvature 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -212,6 +213,48 @@ def jacobian(net: nn.Module, x, names: list[str] | None = None, output_axis: int
         parts = jacrev(outputs)({name: parameters[name] for name in names})
         rows.append(torch.cat([parts[name].flatten(1) for name in names], 1))
     return torch.stack(rows)
+
+
+def batch_jacobian(model: nn.Module, outputs: Tensor, names: Iterable[str] | None = None) -> Tensor:
+    """Each output ``[*]`` of a whole batch, differentiated by itself, ``[*, P]``, by plain backward passes."""
+    named = dict(model.named_parameters())
+    chosen = [*named.values()] if names is None else [named[name] for name in names]
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(value, chosen, **options) for value in outputs.flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(0, outputs.shape)
+
+
+def kronecker_factors(
+    model: nn.Module, examples: list[dict[str, Any]], layers: list[str], sharing: str = "expand"
+) -> dict[str, tuple[Tensor, Tensor, int]]:
+    """``Σ g gᵀ``, ``Σ a aᵀ`` and the number of rows of a classifier's linear layers, by hooks, example by example."""
+    found: dict[str, list[Any]] = {name: [0, 0, 0] for name in layers}
+    for one in examples:
+        seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
+        handles = [
+            model.get_submodule(name).register_forward_hook(lambda m, x, y, uses=uses: uses.append((x[0], y)))
+            for name, uses in seen.items()
+        ]
+        logits = model(**one)
+        for handle in handles:
+            handle.remove()
+        p = logits.flatten(0, -2).softmax(-1).detach()
+        root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]  # [T or 1, C, C]
+        for name, uses in seen.items():
+            a = torch.cat([x.detach().reshape(-1, x.shape[-1]) for x, _ in uses])
+            if model.get_submodule(name).bias is not None:
+                a = torch.cat([a, a.new_ones(len(a), 1)], 1)
+            a = a if sharing == "expand" else a.mean(0, keepdim=True)
+            found[name][1] += a.T @ a
+            found[name][2] += len(a)
+            for row, column in itertools.product(range(len(root)), range(root.shape[-1])):
+                cotangent = torch.zeros_like(logits).flatten(0, -2)
+                cotangent[row] = root[row, :, column]
+                grads = torch.autograd.grad(logits, [y for _, y in uses], cotangent.view_as(logits), retain_graph=True)
+                g = torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in grads])
+                g = g if sharing == "expand" else g.sum(0, keepdim=True)
+                found[name][0] += g.T @ g
+    return {name: (left, right, count) for name, (left, right, count) in found.items()}
 
 
 def categorical_hessian(outputs: Tensor) -> Tensor:

@@ -235,16 +235,6 @@ def test_iterate_over_loaders_of_every_kind(data, sizes):
     assert [batch.size for batch in collect(data)] == sizes
 
 
-def test_iterate_by_getitem_alone():
-    class Items:
-        def __getitem__(self, index):
-            if index == 2:
-                raise IndexError
-            return X, Y
-
-    assert [batch.size for batch in collect(Items())] == [4, 4]
-
-
 def test_progress_is_shown_only_when_asked_for(capfd):
     collect([(X, Y)] * 3, description="Fitting")
     assert capfd.readouterr().err == ""

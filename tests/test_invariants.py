@@ -373,9 +373,7 @@ def test_corrected_eigenvalues_of_random_networks(seed, n):
         ggn(jacobian(net, x), categorical_hessian(net(x).detach())), fit("Full", "ggn", [(x, y)], net=net)
     )
     plain, corrected = (curvature_of(fit(name, "ggn", [(x, y)], net=net)) for name in ("KFAC", "EKFAC"))
-    assert corrected.trace().item() == pytest.approx(
-        exact.trace().item(), rel=1e-11
-    )  # after subtracting the prior of 50
+    assert corrected.trace().item() == pytest.approx(exact.trace().item(), rel=1e-11)  # the prior of 50 is subtracted
     assert (corrected - exact).norm() <= (plain - exact).norm() + 1e-11 * exact.norm()
 
 

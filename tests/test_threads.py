@@ -126,20 +126,6 @@ def test_posteriors_are_fitted_loaded_and_saved_beside_predictions(tmp_path):
     assert_untouched(net, before)
 
 
-def test_models_with_modules_in_common():
-    net, x, y = problem()
-    nets = (net, Model(net.body).double().eval())
-    posteriors = [lp.KFAC(each, "classification").fit([(x, y)]) for each in nets]
-    before = [snapshot(each) for each in nets]
-    expected = [ACTIONS["sampled"](posterior, x) for posterior in posteriors]
-    found = together([lambda p=p: [ACTIONS["sampled"](p, x) for _ in range(20)] for p in posteriors])
-    for results, want in zip(found, expected, strict=True):
-        for result in results:
-            torch.testing.assert_close(result, want, rtol=1e-9, atol=1e-12)
-    for each, state in zip(nets, before, strict=True):
-        assert_untouched(each, state)
-
-
 class Meeting(nn.Module):
     """Lets no thread through its forward pass before all of them are in it."""
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from problems import relative_error
+from problems import batch_jacobian, relative_error
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -31,21 +31,10 @@ def reals(n=8, outputs=3):
     )
 
 
-def jacobian(model, x):
-    """``[B, C, P]`` by plain backward passes of the very module."""
-    parameters = list(model.parameters())
-    rows = [
-        torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
-        for value in model(x).flatten()
-    ]
-    stacked = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    return stacked.unflatten(0, (len(x), -1))
-
-
 def assert_exact(model, posterior_class, x, y):
     """Diagonal of the curvature, and the functional variance that follows from the posterior's own covariance."""
     posterior = posterior_class(model, "regression").fit([(x, y)])
-    rows = jacobian(model, x)
+    rows = batch_jacobian(model, model(x))
     expected = rows.square().sum((0, 1))
     assert relative_error(posterior.precision_matrix().diagonal() - 1, expected) < EXACT
     variance = rows[:2] @ posterior.covariance_matrix() @ rows[:2].mT

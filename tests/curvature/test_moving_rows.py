@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from problems import relative_error
+from problems import batch_jacobian, relative_error
 from torch import Tensor, nn
 
 import laplace_plus as lp
@@ -80,17 +80,6 @@ class Net(nn.Module):
         return outputs
 
 
-def jacobian(model: nn.Module, inputs: tuple[Tensor, Tensor], names: tuple[str, ...]) -> Tensor:
-    """``[B, C, P]``: each output of the whole batch, differentiated by itself."""
-    outputs, named = model(*inputs), dict(model.named_parameters())
-    rows = []
-    for value in outputs.flatten():
-        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        found = torch.autograd.grad(value, [named[name] for name in names], **options)
-        rows.append(torch.cat([gradient.flatten() for gradient in found]))
-    return torch.stack(rows).view(*outputs.shape, -1)
-
-
 def data(sizes: tuple[int, ...]) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
     source, found = torch.Generator().manual_seed(3), []
     for n in sizes:
@@ -104,7 +93,7 @@ def wanted(model: nn.Module, batches: list, names: tuple[str, ...]) -> Tensor:
     """The dense precision at a unit prior."""
     total: Tensor | float = 0.0
     for inputs, _ in batches:
-        rows, p = jacobian(model, inputs, names), model(*inputs).softmax(-1).detach()
+        rows, p = batch_jacobian(model, model(*inputs), names), model(*inputs).softmax(-1).detach()
         total = total + torch.einsum("bcp,bcd,bdq->pq", rows, torch.diag_embed(p) - p[:, :, None] * p[:, None], rows)
     return total + torch.eye(len(total)).to(total)
 
@@ -124,7 +113,7 @@ def test_curvature_and_covariances(number):
     assert relative_error(full.precision_matrix(), precision) < EXACT
     assert relative_error(diagonal.precision_matrix().diagonal(), precision.diagonal()) < EXACT
     inputs = batches[0][0]
-    rows = jacobian(model, inputs, names)
+    rows = batch_jacobian(model, model(*inputs), names)
     covariance = rows @ torch.linalg.inv(precision) @ rows.mT
     assert relative_error(full.functional_posterior(inputs).covariance, covariance) < EXACT
 

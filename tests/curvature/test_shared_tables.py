@@ -1,4 +1,4 @@
-"""Look-ups that are the same for all examples, as of positions, and how often fits run the network."""
+"""Look-ups that are the same for all examples, as of positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from problems import categorical_hessian, ggn, jacobian, relative_error
+from problems import batch_jacobian, categorical_hessian, ggn, jacobian, relative_error
 from torch import Tensor, nn
 
 import laplace_plus as lp
@@ -23,10 +23,6 @@ with warnings.catch_warnings(action="ignore"):
     hidden_add = torch.jit.script(add)
 
 
-CALLS: list[int] = []
-"""Sizes of the batches that :class:`Tokens` ran on."""
-
-
 class Tokens(nn.Module):
     """Words and positions, mixed, and a head on the mean; ``way`` says how positions are looked up and used."""
 
@@ -39,7 +35,6 @@ class Tokens(nn.Module):
         self.double().eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        CALLS.append(len(x))
         index = torch.arange(x.shape[1])
         if self.way != "vector":
             index = index[None].expand(len(x) if self.way == "each" else 1, -1)
@@ -102,10 +97,8 @@ def test_rows_of_examples_are_no_table_for_all(times: tuple[int, ...]) -> None:
     for n in times:
         inputs = torch.randn(n, 4, 2, dtype=torch.float64), torch.arange(4)
         data.append((inputs, torch.arange(4) % C))
-        outputs, weights = model(*inputs), list(model.parameters())
-        each = [torch.autograd.grad(value, weights, retain_graph=True) for value in outputs.flatten()]
-        rows = torch.stack([torch.cat([gradient.flatten() for gradient in own]) for own in each])
-        wanted = wanted + ggn(rows.unflatten(0, (4, C)), categorical_hessian(outputs.detach()))
+        outputs = model(*inputs)
+        wanted = wanted + ggn(batch_jacobian(model, outputs), categorical_hessian(outputs.detach()))
     got = lp.Full(model, "classification").fit(data).precision_matrix() - torch.eye(len(wanted))
     assert relative_error(got, wanted) < EXACT
 

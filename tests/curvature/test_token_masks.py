@@ -5,11 +5,9 @@ The reference takes unpadded sequences, one at a time, and reads inputs and outp
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
 import torch
-from problems import whole_tensors
+from problems import kronecker_factors, whole_tensors
 from torch import Tensor, nn
 from zoo.architecture import imported
 
@@ -105,45 +103,6 @@ def assert_equal_blocks(got: dict, wanted: dict) -> None:
             torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def by_hooks(model: nn.Module, inputs: list[dict[str, Tensor]], sharing: str) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """``Σ g gᵀ``, ``Σ a aᵀ`` and the number of rows of every linear layer, from one sequence at a time."""
-    found: dict = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            d_in, d_out = module.in_features + (module.bias is not None), module.out_features
-            found[name] = [torch.zeros(d_out, d_out).double(), torch.zeros(d_in, d_in).double(), 0]
-    for one in inputs:
-        seen = defaultdict(list)
-        handles = [
-            module.register_forward_hook(lambda m, x, y, uses=seen[name]: uses.append((x[0][0], y)))
-            for name, module in model.named_modules()
-            if name in found
-        ]
-        logits = model(**one)
-        for handle in handles:
-            handle.remove()
-        p = logits.flatten(0, -2).softmax(-1).detach()
-        root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]  # [T or 1, C, C]
-        for name, uses in seen.items():
-            a = torch.cat([x.detach().reshape(-1, x.shape[-1]) for x, _ in uses])
-            if model.get_submodule(name).bias is not None:
-                a = torch.cat([a, a.new_ones(len(a), 1)], 1)
-            a = a if sharing == "expand" else a.mean(0, keepdim=True)
-            found[name][1] += a.T @ a
-            found[name][2] += len(a)
-            for row in range(len(root)):
-                for column in range(root.shape[-1]):
-                    cotangent = torch.zeros_like(logits).flatten(0, -2)
-                    cotangent[row] = root[row, :, column]
-                    grads = torch.autograd.grad(
-                        logits, [y for _, y in uses], cotangent.view_as(logits), retain_graph=True
-                    )
-                    g = torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in grads])
-                    g = g if sharing == "expand" else g.sum(0, keepdim=True)
-                    found[name][0] += g.T @ g
-    return {name: tuple(values) for name, values in found.items()}
-
-
 @SHARINGS
 @SIDES
 @pytest.mark.parametrize("token_level", [False, True])
@@ -155,7 +114,8 @@ def test_factors_of_padded_batches_are_those_of_the_sequences(sharing, side, tok
     if token_level:
         target = torch.where(batch["attention_mask"] == 1, 1, -100)
     got = blocks(model, [(batch, target)], sharing)
-    reference = by_hooks(model, one_by_one(tokens), sharing)
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    reference = kronecker_factors(model, one_by_one(tokens), layers, sharing)
     assert {key.split(".")[0] for key in got} >= set(reference)
     for name, (left, right, count) in reference.items():
         if token_level and sharing == "reduce" and name == "head":

@@ -176,18 +176,6 @@ def test_kron_keeps_the_covariance_of_weight_and_bias():
     assert abs(peer.log_marginal_likelihood().item() - want) > abs(posterior.log_marginal_likelihood().item() - want)
 
 
-@pytest.mark.parametrize("task", ["classification", "regression"])
-def test_empirical_fisher(task):
-    """Outer products of the gradients of the log-likelihood; for regression those are r/σ², without a factor two."""
-    net, x, y = trained(task)
-    jac, f = jacobian(net, x), net(x).detach()
-    residual = f.softmax(-1) - nn.functional.one_hot(y, 3) if task == "classification" else (f - y) / NOISE**2
-    gradients = torch.einsum("ncp,nc->np", jac, residual)
-    posterior = ours(net, x, y, task, "full", "all", backend=lp.Native("empirical_fisher"))
-    want = gradients.T @ gradients + PRECISION * torch.eye(jac.shape[-1])
-    assert relative_error(posterior.precision_matrix(), want) < PARITY
-
-
 def test_evidence_of_classification_against_the_dense_curvature():
     """Holds the peer itself to the reference, so that parity above means something."""
     net, x, y = trained("classification")
@@ -199,15 +187,3 @@ def test_evidence_of_classification_against_the_dense_curvature():
         ours(net, x, y, "classification", "full", "all").log_marginal_likelihood(),
     ):
         assert evidence.item() == pytest.approx(want, rel=PARITY)
-
-
-def test_joint_samples_are_correlated_as_the_inputs_are():
-    """Functional samples at two inputs without anything in common are independent, not made of one noise vector."""
-    net = nn.Linear(2, 1, bias=False).double()
-    x, y = torch.eye(2).double().repeat(4, 1), torch.zeros(8, 1).double()
-    posterior = lp.Full(net, "regression").fit([(x, y)])
-    n = 4000
-    generator = torch.Generator().manual_seed(0)
-    samples = posterior.predictive(torch.eye(2).double(), joint=True, link="mc", n_samples=n, generator=generator)
-    correlation = torch.corrcoef(samples.samples[:, :, 0].T)[0, 1].item()
-    assert abs(correlation) < 5 / n**0.5  # five standard errors

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
 
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import categorical_hessian, ggn, relative_error, whole_tensors
+from problems import batch_jacobian, categorical_hessian, ggn, kronecker_factors, relative_error, whole_tensors
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
 from zoo.architecture import imported
 from zoo.test_untouched import Watch
 
@@ -86,42 +84,13 @@ def data(n: int = 7) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (n,), generator=generator)
 
 
-def dense_factors(model: nn.Module, x: Tensor, layers: list[str]) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """``Σ g gᵀ``, ``Σ a aᵀ`` and the number of rows of linear layers without bias, by hooks, one example at a time."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        module.training = False
-    total: dict = defaultdict(lambda: [0, 0, 0])
-    for one in x.split(1):
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-        handles = [
-            model.get_submodule(name).register_forward_hook(
-                lambda module, args, output, name=name, seen=seen: seen.__setitem__(name, (args[0], output))
-            )
-            for name in layers
-        ]
-        logits = model(one)
-        for handle in handles:
-            handle.remove()
-        p = logits.detach().softmax(-1)[0]
-        root = torch.diag(p.sqrt()) - p[:, None] * p.sqrt()
-        for name, (a, output) in seen.items():
-            rows = a.detach().flatten(0, -2)
-            total[name][1] += rows.T @ rows
-            total[name][2] += len(rows)
-            for column in root.T:
-                (g,) = torch.autograd.grad(logits, output, column[None], retain_graph=True)
-                total[name][0] += g.flatten(0, -2).T @ g.flatten(0, -2)
-    return {name: tuple(values) for name, values in total.items()}
-
-
 @each_base
 def test_factors_of_adapters_are_the_dense_ones(base):
     model, (x, y) = adapted(base), data()
     posterior = lp.KFAC(model, "classification", parameters=ADAPTERS).fit([(x[:3], y[:3]), (x[3:], y[3:])])
     assert list(posterior.parameter_names) == ADAPTERS
     layers = [name.removesuffix(".weight") for name in ADAPTERS]
-    wanted = dense_factors(model, x, layers)
+    wanted = kronecker_factors(copy.deepcopy(model).eval(), [{"x": one} for one in x.split(1)], layers)
     found = {
         layout.names[0].removesuffix(".weight"): whole_tensors(block) for layout, block in posterior.state.curvature
     }
@@ -132,27 +101,13 @@ def test_factors_of_adapters_are_the_dense_ones(base):
         assert found[name]["count"] == count
 
 
-def jacobian(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The trained parameters' Jacobian of every example on its own, ``[B, C, P]``."""
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    trained = {name: parameters[name] for name, p in model.named_parameters() if p.requires_grad}
-    rows = []
-    for n in range(len(next(iter(inputs.values())))):
-        one = {name: value[n : n + 1] for name, value in inputs.items()}
-
-        def outputs(chosen, one=one):
-            raw = functional_call(model, {**parameters, **chosen}, (), one)
-            return getattr(raw, "logits", raw)[0]
-
-        rows.append(torch.cat([part.flatten(1) for part in jacrev(outputs)(trained).values()], 1))
-    return torch.stack(rows)
-
-
 def assert_dense(model: nn.Module, inputs: dict[str, Tensor], y: Tensor) -> None:
     """Full and Diagonal have the variances of dense curvature over the parameters that require gradients."""
     evaluated = copy.deepcopy(model).eval()
-    logits = evaluated(**inputs)
-    curvature = ggn(jacobian(evaluated, inputs), categorical_hessian(getattr(logits, "logits", logits).detach()))
+    raw = evaluated(**inputs)
+    logits = getattr(raw, "logits", raw)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    curvature = ggn(batch_jacobian(evaluated, logits, trained), categorical_hessian(logits.detach()))
     full = torch.linalg.inv(curvature + torch.eye(len(curvature), dtype=torch.float64)).diagonal()
     for cls, variance in ((lp.Full, full), (lp.Diagonal, 1 / (1 + curvature.diagonal()))):
         posterior = cls(model, "classification").fit([{**inputs, "labels": y}])

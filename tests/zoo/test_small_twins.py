@@ -8,6 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import batch_jacobian
 from torch import nn
 from zoo.architectures import Architecture, each, each_typical, named, take
 
@@ -61,17 +62,13 @@ def untied(model: torch.nn.Module) -> torch.nn.Module:
 def oracle(architecture: Architecture, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, slice]]:
     """Jacobians ``[B, M·C, P]`` example by example through plain autograd, the dense GGN, and where parameters lie."""
     model = untied(plain(architecture)) if apart else plain(architecture)
-    chosen = [p for p in model.parameters() if p.requires_grad]
+    chosen = [name for name, p in model.named_parameters() if p.requires_grad]
     inputs, _ = architecture.data(N)
     jacobians = []
     curvature = torch.zeros(())
     for n in range(N):
         outputs = arranged(architecture, output_tensor(call(model, take(inputs, slice(n, n + 1)))))
-        rows = [
-            torch.autograd.grad(value, chosen, retain_graph=True, allow_unused=True, materialize_grads=True)
-            for value in outputs.flatten()
-        ]
-        jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(0, outputs.shape)
+        jacobian = batch_jacobian(model, outputs, chosen)
         hessian = output_hessian(architecture, outputs)
         curvature = curvature + torch.einsum("mcp,mcd,mdq->pq", jacobian, hessian, jacobian)
         jacobians.append(jacobian.flatten(0, 1))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import batch_jacobian
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
@@ -15,20 +16,6 @@ import laplace_plus as lp
 from laplace_plus.network.batches import call
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def jacobian(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, C]`` of the batch and their Jacobians ``[B, C, P]``, one output of the whole batch at a time."""
-    outputs = call(model, inputs)
-    rows = [
-        torch.autograd.grad(
-            value, list(model.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for value in outputs.flatten()
-    ]
-    return outputs.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(
-        0, outputs.shape
-    )
 
 
 def labels(n: int) -> Tensor:
@@ -41,8 +28,8 @@ def assert_exact(model: nn.Module, inputs: list[Any]) -> None:
     curvature = torch.zeros(())
     loader = []
     for x in inputs:
-        outputs, j = jacobian(model, x)
-        p = outputs.softmax(-1)
+        outputs = call(model, x)
+        j, p = batch_jacobian(model, outputs), outputs.softmax(-1).detach()
         curvature = curvature + torch.einsum("ncp,ncd,ndq->pq", j, torch.diag_embed(p) - p[:, :, None] * p[:, None], j)
         loader.append((x, labels(len(outputs))))
     for cls in (lp.Full, lp.Diagonal, lp.KFAC):
@@ -54,7 +41,7 @@ def assert_exact(model: nn.Module, inputs: list[Any]) -> None:
             torch.testing.assert_close(precision.diagonal(), curvature.diagonal(), atol=1e-10, rtol=1e-8)
         covariance = posterior.covariance_matrix()
         for x in inputs:
-            _, j = jacobian(model, x)
+            j = batch_jacobian(model, call(model, x))
             wanted = torch.einsum("ncp,pq,ndq->ncd", j, covariance, j)
             torch.testing.assert_close(posterior.functional_posterior(x).covariance, wanted, atol=1e-10, rtol=1e-8)
 
