@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,42 +51,6 @@ def with_singular_values(m: int, n: int, values: Tensor, seed: int = 0) -> Tenso
     left, _, right = torch.linalg.svd(normal(m, n, seed=seed), full_matrices=False)
     rank = len(values)
     return (left[:, :rank] * values) @ right[:rank]
-
-
-class CallLimit:
-    """Counts a network's forward passes, and interrupts what runs it at a limit."""
-
-    def __init__(self, net: nn.Module):
-        self.count, self.limit = 0, float("inf")
-        net.register_forward_hook(self._called)
-
-    def _called(self, *_: object) -> None:
-        self.count += 1
-        if self.count > self.limit:
-            raise KeyboardInterrupt
-
-    def restart(self, limit: float = float("inf")) -> int:
-        """Count from zero up to another limit; returns the count so far."""
-        before, self.count, self.limit = self.count, 0, limit
-        return before
-
-
-class Stopped(OSError):
-    """What ends a pass over :class:`Until`, in place of a disk that fails or a machine that goes down."""
-
-
-class Until:
-    """Batches of which the passes together end with an exception after ``most``; ``left`` counts down."""
-
-    def __init__(self, batches: Iterable[Any], most: int = 10**9):
-        self.batches, self.left = batches, most
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            if not self.left:
-                raise Stopped("stopped")
-            self.left -= 1
-            yield batch
 
 
 # -- small networks with data, and products with their curvature -------------------------------------------------------

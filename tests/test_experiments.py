@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,12 +21,7 @@ from laplace_plus.experiments.comparison import (
     point_prediction,
 )
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
-from laplace_plus.experiments.settings import (
-    DataSettings,
-    TrainingSettings,
-    folder_of,
-    read_posteriors,
-)
+from laplace_plus.experiments.settings import DataSettings, TrainingSettings, folder_of, read_posteriors
 from laplace_plus.network import batches
 
 # -- the digits --------------------------------------------------------------------------------------------------------
@@ -38,7 +32,7 @@ def rows(digits: Digits) -> list[set[bytes]]:
     return [{image.numpy().tobytes() for image in part.tensors[0]} for part in parts]
 
 
-def test_the_digits_are_divided_without_overlap_or_loss() -> None:
+def test_the_digits_are_divided_without_overlap_or_loss():
     digits = load_digits(DataSettings(held_out_classes=[3, 8], train_fraction=0.25, noise_std=0.0), seed=4)
     train, test, unknown = rows(digits)
     assert not (train & test)
@@ -54,7 +48,7 @@ def test_the_digits_are_divided_without_overlap_or_loss() -> None:
         assert set(labels.tolist()) == set(range(8))
 
 
-def test_training_learns_repeats_and_leaves_the_global_random_state() -> None:
+def test_training_learns_repeats_and_leaves_the_global_random_state():
     digits = load_digits(DataSettings(train_fraction=0.3, noise_std=0.0), seed=0)
     before = torch.random.get_rng_state()
     model = train_network(digits, TrainingSettings(epochs=8), seed=0)
@@ -81,7 +75,7 @@ def identity(n: int) -> nn.Module:
     return model
 
 
-def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
+def test_the_point_prediction_of_a_classifier_is_its_softmax():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()
     x, y = torch.randn(10, 3).double(), torch.randint(4, (10,))
@@ -101,7 +95,7 @@ def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
     torch.testing.assert_close(unknown, entropy)
 
 
-def test_tokens_are_flattened_and_ignored_ones_left_out() -> None:
+def test_tokens_are_flattened_and_ignored_ones_left_out():
     logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[0, -100, 4], [-100, 2, 1]])
     found = gathered(identity(5), likelihoods.Categorical(), [(logits, targets)])
@@ -110,7 +104,7 @@ def test_tokens_are_flattened_and_ignored_ones_left_out() -> None:
     torch.testing.assert_close(found.probabilities, logits.softmax(-1)[targets >= 0])
 
 
-def test_yes_or_no_has_two_columns() -> None:
+def test_yes_or_no_has_two_columns():
     logits = torch.tensor([[-1.0], [2.0]], dtype=torch.float64)
     found = gathered(identity(1), likelihoods.Bernoulli(), [(logits, torch.tensor([0, 1]))])
     assert isinstance(found, Classified)
@@ -119,7 +113,7 @@ def test_yes_or_no_has_two_columns() -> None:
     assert found.scores()["accuracy"] == 1
 
 
-def test_the_scores_of_regression() -> None:
+def test_the_scores_of_regression():
     torch.manual_seed(0)
     mean, targets = torch.randn(50, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
     found = gathered(identity(2), likelihoods.Gaussian(noise_std=0.7), [(mean, targets)])
@@ -138,7 +132,7 @@ def test_the_scores_of_regression() -> None:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_posteriors_are_read() -> None:
+def test_posteriors_are_read():
     first, second = read_posteriors(
         [
             {"class": "KFAC", "label": "KFAC, layer by layer", "tune": {"structure": "layerwise"}},
@@ -166,7 +160,7 @@ def test_posteriors_are_read() -> None:
         ([{"class": "laplace_plus.nowhere:KFAC"}], "no module"),
     ],
 )
-def test_posteriors_that_cannot_be_read(entries: list[dict], message: str) -> None:
+def test_posteriors_that_cannot_be_read(entries, message):
     with pytest.raises(ConfigurationError, match=message):
         read_posteriors(entries)
 
@@ -174,7 +168,7 @@ def test_posteriors_that_cannot_be_read(entries: list[dict], message: str) -> No
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_mean_and_standard_error() -> None:
+def test_mean_and_standard_error():
     predictions = Classified(torch.ones(1, 1), torch.zeros(1, dtype=torch.long))
     values = [0.1, 0.4, 0.7, 0.2]
     outcomes = [Outcome(predictions, {"accuracy": value}, {"predict": 1.0}) for value in values]
@@ -186,7 +180,7 @@ def test_mean_and_standard_error() -> None:
     assert report.summary(outcomes[:1])["metrics"]["accuracy"] == single
 
 
-def test_json_is_valid_whatever_the_numbers(tmp_path: Path) -> None:
+def test_json_is_valid_whatever_the_numbers(tmp_path):
     report.write_json(tmp_path / "x.json", {"a": math.inf, "b": [math.nan, 1.5], "c": {"d": "é"}})
     text = (tmp_path / "x.json").read_text(encoding="utf-8")
     assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5], "c": {"d": "é"}}

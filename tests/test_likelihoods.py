@@ -355,12 +355,6 @@ def test_noise_groups():
             likelihood.log_likelihood(torch.zeros(1), 0.1)
 
 
-@pytest.mark.parametrize("noise", [0.0, -1.0, math.inf, math.nan, torch.ones(2, 2), torch.ones(0)])
-def test_noise_that_is_none(noise):
-    with pytest.raises(ConfigurationError, match="a standard deviation"):
-        Gaussian(noise)
-
-
 # Names ----------------------------------------------------------------------------------------------------------------
 
 

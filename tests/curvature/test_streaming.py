@@ -70,11 +70,6 @@ def test_any_split_any_chunk_and_any_batch():
         assert operator(v[:0]).shape == (0, operator.shape[0])
 
 
-def two_at_a_time(x: Tensor) -> Tensor:
-    assert len(x) == 2
-    return x
-
-
 def test_seeds():
     model, data = problem(lp.Categorical(), 3)
     state = torch.get_rng_state()

@@ -1,8 +1,7 @@
-"""The networks that people take from torchvision, timm and transformers, at their real size and in float32."""
+"""The networks that people take from torchvision and timm, at their real size and in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -128,26 +127,3 @@ def test_kronecker_of_a_part(model):
     posterior = lp.KFAC(network, "classification", parameters=lambda name, p: name in small).fit([(images, labels)])
     assert set(posterior.parameter_names) == small
     assert_probabilities(posterior.predictive(images))
-
-
-@pytest.mark.slow
-def test_bert():
-    torch.manual_seed(0)
-    transformers = imported("transformers")
-    config = transformers.BertConfig(
-        num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_labels=C
-    )
-    network = transformers.BertForSequenceClassification(config)
-    batch = {
-        "input_ids": torch.randint(1, config.vocab_size, (N, 24)),
-        "attention_mask": (torch.arange(24) < torch.tensor([[24], [9]])).long(),
-        "labels": torch.tensor([3, 8]),
-    }
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    make: list[Callable[[], lp.Posterior]] = [
-        lambda: lp.Diagonal(network, "classification"),
-        lambda: lp.KFAC(network, "classification", backend=MONTE_CARLO),
-        lambda: lp.Full(network, "classification", parameters="last_layer"),
-    ]
-    for build in make:
-        assert_probabilities(build().fit([batch]).predictive(inputs))
