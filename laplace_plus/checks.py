@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+
+PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
+"""Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
 
 
 def count(name: str, value: Any, least: int = 1, fix: str | None = None) -> int:

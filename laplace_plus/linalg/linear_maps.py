@@ -12,7 +12,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -23,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.operators import Operator, pulled_back, unique
 
@@ -32,13 +32,10 @@ R = TypeVar("R")
 Matvec = Operator | Callable[[Tensor], Tensor]
 """Anything that maps row-stacked vectors ``[..., n]`` linearly to ``[..., m]``."""
 
-PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
-"""Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
-
 
 def agreement(dtype: torch.dtype) -> float:
     """The relative difference that rounding explains between two ways to one number: the square root of epsilon."""
-    return max(torch.finfo(dtype).eps, PRODUCTS.get()) ** 0.5
+    return max(torch.finfo(dtype).eps, checks.PRODUCTS.get()) ** 0.5
 
 
 _CHUNK_ENTRIES = 1 << 22

@@ -70,7 +70,7 @@ def split(item: Any) -> Batch:
     if isinstance(item, Mapping):
         inputs, target = inputs_of(item), next((item[key] for key in TARGET_KEYS if key in item), None)
     elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
-        inputs, target = inputs_of(item), item[-1]
+        inputs, target = (item[0] if len(item) == 2 else tuple(item[:-1])), item[-1]  # noqa: PLR2004
     if isinstance(target, (tuple, list)) and len(target) == 2 and all(isinstance(part, Tensor) for part in target):  # noqa: PLR2004
         values, noise = target
         noise = noise.reshape(noise.shape + (1,) * (values.ndim - noise.ndim))

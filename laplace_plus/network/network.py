@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
+from laplace_plus.checks import PRODUCTS
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
-from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network import batches
 from laplace_plus.network.adapters import MERGED, adapter_state
 from laplace_plus.network.differentiability import eager

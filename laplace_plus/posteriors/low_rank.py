@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks, kernels
+from laplace_plus.checks import PRODUCTS
 from laplace_plus.curvature import Curvature, LowRankStructure, Structure, curvature_operator
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.estimates import draw_probes
-from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import settle, whole_layout
 from laplace_plus.network.network import Network

@@ -24,7 +24,8 @@ def full_precision(method: M) -> M:
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
-        checks.generator(keywords.get("generator"))
+        if keywords.get("generator") is not None:
+            checks.generator(keywords["generator"])
         with exact_arithmetic(self.network):
             return method(self, *args, **keywords)
 
