@@ -38,14 +38,13 @@ class Grid:
         """The grid of a box ``[2, d]``, d = 1, 2 or 3: its lower and upper corner; ConfigurationError for others."""
         checks.count("resolution", resolution)
         try:
-            corners = torch.as_tensor(box, dtype=torch.float64, device="cpu")
+            lower, upper = torch.as_tensor(box, dtype=torch.float64, device="cpu").tolist()
+            edges = list(zip(lower, upper, strict=True))
         except (TypeError, ValueError, RuntimeError):
-            corners = torch.empty(0)
-        fits = corners.ndim == 2 and len(corners) == 2 and 1 <= corners.shape[1] <= 3  # noqa: PLR2004
-        if not fits or not math.isfinite(corners.sum()) or not bool((corners[0] < corners[1]).all()):
+            edges = []
+        if not 1 <= len(edges) <= 3 or not all(-math.inf < low < high < math.inf for low, high in edges):  # noqa: PLR2004
             expected = "its lower and upper corner, [2, d], d = 1, 2 or 3, lower < upper"
             raise ConfigurationError("This is no box.", expected=expected, got=repr(box))
-        lower, upper = corners.tolist()
         return cls(tuple(lower), tuple(upper), resolution)
 
     @property
@@ -133,10 +132,6 @@ def rows(
     ``combine`` maps outputs to cotangents ``[R, C, K]``; None is for the outputs themselves. Vertices' weights are
     multilinear, or those of :meth:`Grid.spread`. Unless the result is to be ``differentiable`` in the inputs, sample
     points are detached: where a renderer samples must not depend on the displacement.
-
-    Raises:
-        OutputError: Outputs that are no row for each ray.
-        DataError: Sample points without a row for each ray, or none at all.
     """
     points: list[tuple[Tensor, Tensor]] = []
     field: Any = network.model
@@ -163,10 +158,8 @@ def rows(
         cotangents = identity if combine is None else combine(outputs.detach()).to(outputs.dtype)
         offsets, slopes = [offset for _, offset in points], []
         for column in cotangents.unbind(-1) if outputs.requires_grad else ():
-            found = torch.autograd.grad(
-                outputs, offsets, column, retain_graph=True, create_graph=differentiable, allow_unused=True
-            )
-            slopes.append([torch.zeros_like(o) if g is None else g for g, o in zip(found, offsets, strict=True)])
+            options = {"retain_graph": True, "create_graph": differentiable, "materialize_grads": True}
+            slopes.append(torch.autograd.grad(outputs, offsets, column, **options))
         weigh = field.grid.spread if spread else field.grid.corners
         each = [weigh(x.reshape(n_rays, -1, field.grid.d)) for x, _ in points]
         index, weights = (torch.cat(parts, 1) for parts in zip(*each, strict=True))  # [R, S, 2^d]

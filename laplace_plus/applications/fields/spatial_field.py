@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -33,10 +33,6 @@ PARAMETER = "displacement"
 
 AUTHORS_PRECISION, AUTHORS_RANGE = 1e-4, (1e-3, 1e6)
 """The authors' prior precision times G^d, and the interval to which they clip u; its start is their background."""
-
-
-_POINTS, _VERTICES = 2**18, 2**12
-"""Points whose covariances are computed at a time, and vertices at which joint derivatives are."""
 
 
 @dataclass(frozen=True)
@@ -203,19 +199,13 @@ class SpatialField(GaussianPosterior):
             mean = mean.gather(-1, chosen)
             slopes = slopes.gather(1, chosen[ray][..., None].expand(-1, -1, self.grid.d))
         moved = slopes @ self._vertex_covariance().to(slopes.dtype)[vertex]  # [·, K, d]
-        if joint:  # every ray's derivatives side by side, at the vertices that any of them touches, some at a time
+        if joint:  # every ray's derivatives side by side, at the vertices that any of them touches
             touched, place = vertex.unique(return_inverse=True)
-            found = slopes.new_zeros(mean.numel(), mean.numel())
-            for start in range(0, len(touched), _VERTICES):
-                inside = (place >= start) & (place < start + _VERTICES)
-                where = ray[inside], place[inside] - start
-                empty = slopes.new_zeros(size, min(_VERTICES, len(touched) - start), *slopes.shape[1:])
-                left, right = (
-                    empty.index_put(where, own[inside]).transpose(1, 2).reshape(len(found), -1)
-                    for own in (moved, slopes)
-                )
-                found = found.addmm(left, right.mT)
-            return FunctionalPosterior(mean, found.view(*mean.shape, *mean.shape))
+            empty = slopes.new_zeros(size, len(touched), *slopes.shape[1:])
+            left, right = (
+                empty.index_put((ray, place), own).transpose(1, 2).reshape(mean.numel(), -1) for own in (moved, slopes)
+            )
+            return FunctionalPosterior(mean, (left @ right.mT).view(*mean.shape, *mean.shape))
         products = (moved * slopes).sum(-1) if outputs == "diagonal" else moved @ slopes.mT
         found = products.new_zeros(size, *products.shape[1:]).index_add(0, ray, products)
         return FunctionalPosterior(mean, independent_variances(mean, found) if outputs == "independent" else found)
@@ -231,7 +221,12 @@ class SpatialField(GaussianPosterior):
             DataError: Points of another dimension.
             NonFiniteError: NaN or Inf among them.
         """
-        return self._at(x, lambda covariance: covariance)
+        self.require_fit()
+        own = self._vertex_covariance(scaled=self.paper_scale)
+        points = self.grid.check(x).detach().to(own)
+        check_finite(points, "The points")
+        index, weights = self.grid.spread(points)
+        return torch.einsum("...k,...kij->...ij", weights.square(), own[index])
 
     @full_precision
     def std(self, x: Tensor) -> Tensor:
@@ -240,26 +235,13 @@ class SpatialField(GaussianPosterior):
         It is that along the direction in which the field is known best: for a seen surface, along its normal. Errors
         as of :meth:`covariance`.
         """
-        return self._at(x, self._least)
+        return self._least(self.covariance(x))
 
     def _least(self, covariance: Tensor) -> Tensor:
-        """The smallest standard deviation of ``[n, d, d]``."""
+        """The smallest standard deviation of ``[..., d, d]``."""
         if self.structure.name == "diagonal":
             return covariance.diagonal(dim1=-2, dim2=-1).amin(-1).sqrt()
-        return torch.linalg.eigvalsh(covariance)[:, 0].clamp_min(0).sqrt()
-
-    def _at(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function of the displacement's covariances at points, a chunk at a time."""
-        self.require_fit()
-        own = self._vertex_covariance(scaled=self.paper_scale)
-        flat = self.grid.check(x).detach().to(own).reshape(-1, self.grid.d)
-        check_finite(flat, "The points")
-        parts = []
-        for some in flat.split(_POINTS):
-            index, weights = self.grid.spread(some)
-            parts.append(function(torch.einsum("nk,nkij->nij", weights.square(), own[index])))
-        found = torch.cat(parts)
-        return found.view(*x.shape[:-1], *found.shape[1:])
+        return torch.linalg.eigvalsh(covariance)[..., 0].clamp_min(0).sqrt()
 
     def _vertex_covariance(self, *, scaled: bool = False) -> Tensor:
         """Σ_v, ``[V + 1, d, d]``; if ``scaled``, on the authors' scale."""
@@ -319,7 +301,7 @@ class SpatialField(GaussianPosterior):
             return self.std(x) <= threshold
         self.require_fit()
         known = self._least(self._vertex_covariance(scaled=self.paper_scale)[:-1]) <= threshold
-        return known.view((self.grid.resolution + 1,) * self.grid.d)
+        return known.unflatten(0, (self.grid.resolution + 1,) * self.grid.d)
 
 
 def _missing(rays: Any, displace: Any) -> Any:
