@@ -10,7 +10,6 @@ Deep ensembles (Lakshminarayanan, Pritzel & Blundell, 2017, arXiv:1612.01474) ar
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,18 +96,17 @@ class MixturePrediction(Prediction):
         parts = [_normals(each.distribution) for each in self.predictions]
         if any(part is None for part in parts):
             return self.likelihood.mixture(self.functional_samples)
-        joined = [[part[place] for part in parts if part is not None] for place in range(3)]
-        shares = torch.cat([share * own.to(share) for share, own in zip(joined[2], self.weights, strict=True)], -1)
-        normals = Normal(torch.cat(joined[0], -1), torch.cat(joined[1], -1), validate_args=False)
-        return MixtureSameFamily(Categorical(shares, validate_args=False), normals, validate_args=False)
+        means, deviations, shares = zip(*[part for part in parts if part is not None], strict=True)
+        weights = torch.cat([own * weight.to(own) for own, weight in zip(shares, self.weights, strict=True)], -1)
+        normals = Normal(torch.cat(means, -1), torch.cat(deviations, -1), validate_args=False)
+        return MixtureSameFamily(Categorical(weights, validate_args=False), normals, validate_args=False)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """``log Σ w_m p_m(y)``; arguments, shape and errors as of :class:`~laplace_plus.Prediction`."""
         each = torch.stack([own.log_prob(y) for own in self.predictions])
-        soft = self.likelihood.is_classifier and self.likelihood.couples_outputs and y.is_floating_point()
-        if soft:
+        if self.likelihood.is_classifier and self.likelihood.couples_outputs and y.is_floating_point():
             return (y.reshape(self.mean.shape) * self.mean.log()).nansum(-1)
-        return (each + _column(self.weights.to(each).log(), each)).logsumexp(0)
+        return (each.movedim(0, -1) + self.weights.to(each).log()).logsumexp(-1)
 
     def mutual_information(self) -> Tensor:
         """``H[p] − Σ w_m (H[p_m] − I_m)``, ``[B, *]``, in nats: of the target with the member and its network."""
@@ -166,11 +164,6 @@ class Mixture:
     def __repr__(self) -> str:
         return f"Mixture({len(self.members)} members, weights={[round(w, 4) for w in self.weights.tolist()]})"
 
-    def __copy__(self) -> Self:
-        result = object.__new__(type(self))
-        vars(result).update(vars(self), members=tuple(map(copy.copy, self.members)), weights=self.weights.clone())
-        return result
-
     @property
     def likelihood(self) -> Likelihood:
         """That of the first member."""
@@ -188,11 +181,10 @@ class Mixture:
             warn(f'{what}: the mixture is that member alone. Take weights="uniform".', NoGainWarning)
 
     def _evidence(self) -> Tensor:
-        asked = [getattr(member, "log_marginal_likelihood", None) for member in self.members]
-        if not all(asked):
+        if not all(hasattr(member, "log_marginal_likelihood") for member in self.members):
             what, fix = "Not all members have an evidence.", "Take uniform weights, or fit_weights(held_out)."
             raise UnsupportedError(what, expected="Gaussian posteriors", got=repr(self.members), fix=fix)
-        return torch.stack([own().detach().double().cpu() for own in asked if own])
+        return torch.stack([member.log_marginal_likelihood().detach().double().cpu() for member in self.members])
 
     def fit_weights(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
@@ -337,7 +329,3 @@ def _normals(distribution: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         own = distribution.component_distribution
         return own.loc, own.scale.expand_as(own.loc), distribution.mixture_distribution.probs.expand_as(own.loc)
     return None
-
-
-def _column(weights: Tensor, like: Tensor) -> Tensor:
-    return weights.view(-1, *[1] * (like.dim() - 1))
