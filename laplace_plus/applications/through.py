@@ -14,16 +14,7 @@ from laplace_plus import checks
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
-from laplace_plus.network.batches import (
-    batch_size,
-    call,
-    can_be_cut,
-    cut,
-    describe,
-    inputs_of,
-    output_tensor,
-    signature_of,
-)
+from laplace_plus.network import batches
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.public import full_precision
@@ -106,8 +97,8 @@ class Through:
             fix = "Write lp.through(posterior, function, likelihood), or ask for functional_posterior(x)."
             raise ConfigurationError("A prediction needs a likelihood of these outputs.", got="none", fix=fix)
         if x is None:
-            known = signature_of(Posterior.predictive).parameters
-            x = inputs_of({name: options.pop(name) for name in [*options] if name not in known})
+            known = batches.signature_of(Posterior.predictive).parameters
+            x = batches.inputs_of({name: options.pop(name) for name in [*options] if name not in known})
         return self._view(x).predictive(x, **options)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -138,22 +129,24 @@ class LastToken:
         self.model, self.arrange, self.classes = network.model, network.arrange, classes
         inner = getattr(self.model, "get_base_model", lambda: self.model)()  # within peft's
         # Models of transformers then compute no logits of other positions, a third of GPT-2's forward pass.
-        self._keeps = "logits_to_keep" in signature_of(type(inner).forward).parameters
+        self._keeps = "logits_to_keep" in batches.signature_of(type(inner).forward).parameters
 
     def __call__(self, *inputs: Any, **batch: Any) -> Tensor:
         """The chosen outputs; DataError for a mask that does not say which token is the last."""
-        x: Any = inputs_of(batch) if batch else inputs if len(inputs) > 1 else inputs[0]
+        x: Any = batches.inputs_of(batch) if batch else inputs if len(inputs) > 1 else inputs[0]
         mask = x.get(MASK_KEY) if isinstance(x, Mapping) else None
-        mask = torch.ones(batch_size(x), 1) if mask is None else mask
+        mask = torch.ones(batches.batch_size(x), 1) if mask is None else mask
         tokens = mask != 0
         if mask.ndim != 2 or not torch.equal(tokens.to(mask.dtype), mask) or not bool(tokens.any(1).all()):  # noqa: PLR2004
             what = f"{MASK_KEY!r} does not say which token is the last."
-            raise DataError(what, expected="[B, T] of zeros and ones, one at least in each row", got=describe(mask))
+            raise DataError(
+                what, expected="[B, T] of zeros and ones, one at least in each row", got=batches.describe(mask)
+            )
         places = -1 - tokens.flip(1).int().argmax(1)
         if self._keeps and isinstance(x, Mapping):
             kept, places = places.unique(return_inverse=True)
             x = {**x, "logits_to_keep": kept}
-        found = self.arrange(output_tensor(call(self.model, x)))
+        found = self.arrange(batches.output_tensor(batches.call(self.model, x)))
         checks.shape("The model's output", found, [None, None, None])
         found = found[torch.arange(len(found), device=found.device), places.to(found.device)]
         return found if self.classes is None else found[:, output_indices(self.classes, found.shape).to(found.device)]
@@ -163,8 +156,8 @@ class LastToken:
 def _dependent_outputs(view: Any, x: Any) -> int:
     """The number of outputs; :class:`SelectionError` where no gradient leads from them to the selected weights."""
     network, inputs = view.network, view.network.receive(x)
-    if isinstance(network.function, LastToken) and can_be_cut(inputs, size := batch_size(inputs)):
-        inputs = cut(inputs, [0, size - 1])  # which tell as much as all texts
+    if isinstance(network.function, LastToken) and batches.can_be_cut(inputs, size := batches.batch_size(inputs)):
+        inputs = batches.cut(inputs, [0, size - 1])  # which tell as much as all texts
     with torch.enable_grad():
         vector = network.vector().requires_grad_()
         outputs = network(inputs, network.substitute(vector))

@@ -8,7 +8,7 @@ from torch import nn
 from training.problems import classes, classifier
 
 import laplace_plus as lp
-from laplace_plus.applications.training.objective import TrainingObjective
+from laplace_plus.applications.training.marginal_likelihood import TrainingObjective
 from laplace_plus.network.batches import Batch
 
 

@@ -137,7 +137,8 @@ def train_data_emphasized(
         start = Diagonal(model, resolved).network.vector().clone()
         prior_mean = start if state is None else state["prior_mean"].to(start)
     posterior = Diagonal(model, resolved, prior_mean=prior_mean)
-    bound = Bound(posterior, emphasis, initial_std, generator)
+    # ρ, of σ = log(1 + exp ρ)
+    rho = torch.tensor(initial_std, dtype=torch.float64, device=posterior.network.device).expm1().log().requires_grad_()
     loop = Loop(
         model,
         posterior.network,
@@ -149,7 +150,7 @@ def train_data_emphasized(
         schedule_by=schedule_by,
         max_gradient_norm=max_gradient_norm,
         generator=generator,
-        further=[bound.rho],
+        further=[rho],
     )
     with loop.running():
         posterior.network.check_finite()
@@ -158,50 +159,47 @@ def train_data_emphasized(
         groups = None
         if structure != "scalar":
             groups = posterior.prior_groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
-        bound.group(None if groups is None else groups.index)
+        bound = _Bound(posterior, rho, groups, emphasis, generator)
         if state is None:
             loop.count()
         else:
             loop.restore(state)
             with torch.no_grad():
-                bound.rho.copy_(state["rho"])
+                rho.copy_(state["rho"])
         for _ in progress_bar(range(len(loop.losses), epochs), enabled=progress, description="data-emphasised"):
             loop.end(loop.train(lambda batch: bound(batch, loop)))
             loop.n_data = loop.n_examples
     variance, prior = (level.detach() for level in bound.levels())
-    found = Diagonal(model, resolved, prior_mean=prior_mean)
-    if groups is not None:
-        found.prior_groups = groups
-    found.prior_precision = 1 / prior[0] if groups is None else 1 / prior
-    adopt_variances(found, variance.expand(found.n_parameters), loop.n_data, posterior.n_outputs)
-    found.training_data = TrainingData(loader)
+    posterior.prior_precision = 1 / prior[0] if groups is None else 1 / prior
+    adopt_variances(posterior, variance.expand(posterior.n_parameters), loop.n_data, posterior.n_outputs)
+    posterior.training_data = TrainingData(loader)
     return DataEmphasizedTraining(
         model=model,
-        posterior=found,
+        posterior=posterior,
         prior_std=prior.sqrt().cpu(),
         std=variance.sqrt().cpu(),
-        emphasis=emphasis_of(emphasis, found.n_parameters, loop.n_data),
+        emphasis=emphasis_of(emphasis, posterior.n_parameters, loop.n_data),
         losses=tuple(loop.losses),
         n_data=loop.n_data,
-        state={**loop.state(), "rho": bound.rho.detach().clone(), "prior_mean": posterior.prior_mean.clone()},
+        state={**loop.state(), "rho": rho.detach().clone(), "prior_mean": posterior.prior_mean.clone()},
     )
 
 
-class Bound:
-    """``−J/(κN)`` as a function of the weights and of ρ, ``σ = log(1 + exp ρ)``."""
+class _Bound:
+    """``−J/(κN)`` as a function of the weights and of ρ."""
 
     def __init__(
-        self, posterior: Diagonal, emphasis: float | str, initial_std: float, generator: torch.Generator | None
+        self,
+        posterior: Diagonal,
+        rho: Tensor,
+        groups: Groups | None,
+        emphasis: float | str,
+        generator: torch.Generator | None,
     ):
-        self.network, self.likelihood = posterior.network, posterior.likelihood
+        self.network, self.likelihood, self.rho = posterior.network, posterior.likelihood, rho
         self.prior_mean, self.emphasis, self.generator = posterior.prior_mean, emphasis, generator
-        start = torch.tensor(initial_std, dtype=torch.float64, device=self.network.device)
-        self.rho = start.expm1().log().requires_grad_()
-
-    def group(self, index: Tensor | None) -> None:
-        """Give weights of equal numbers ``[P]`` a common τ; None for all of them."""
-        index = torch.zeros(self.network.n_parameters, dtype=torch.long) if index is None else index
-        self.index = index.to(self.network.device)
+        index = torch.zeros(posterior.n_parameters, dtype=torch.long) if groups is None else groups.index
+        self.index = index.to(rho.device)
         self.sizes = torch.bincount(self.index).double()
 
     def levels(self) -> tuple[Tensor, Tensor]:

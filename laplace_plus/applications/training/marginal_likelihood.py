@@ -2,12 +2,21 @@
 
 The online scheme of Immer, Bauer, Fortuin, Rätsch and Khan (2021), "Scalable marginal likelihood estimation for model
 selection in deep learning", arXiv:2104.04975: epochs of ordinary training of the log posterior take turns with steps of
-gradient ascent on its Laplace evidence, in the logarithms of the prior precisions and of the noise. Both look at the
-same function of weights and hyperparameters: see :mod:`laplace_plus.applications.training.objective`.
+gradient ascent on its Laplace evidence, in the logarithms of the prior precisions and of the noise.
+
+Both look at the same function of weights and hyperparameters. With prior ``N(μ, P₀⁻¹)``, temperature T and N examples,
+the log posterior is ``log p(θ|D) = 1/T Σₙ log p(yₙ|f(xₙ, θ)) − ½ (θ−μ)ᵀ P₀ (θ−μ) + constant``, and training minimises
+``−1/N log p(θ|D)``. A minibatch b contributes
+
+    ℓ_b(θ) = K/(N' T) Σ_{n∈b} −log p(yₙ|f(xₙ, θ)) + 1/(2N) (θ−μ)ᵀ P₀ (θ−μ),
+
+where K batches with N' examples make an epoch. The mean of ℓ over the epoch's batches is thus the objective also where
+batches differ in size. N' is N unless the curvature is computed on other data than those of training.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +28,21 @@ from tqdm import tqdm
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.applications.training.loop import Loop, OptimizerFactory, SchedulerFactory, put_back, weights_of
-from laplace_plus.applications.training.objective import HyperparameterAscent, TrainingObjective
+from laplace_plus.applications.training.loop import (
+    Loop,
+    OptimizerFactory,
+    SchedulerFactory,
+    log_likelihood,
+    put_back,
+    weights_of,
+)
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import resolve_likelihood
-from laplace_plus.network.batches import iterate
+from laplace_plus.network.batches import Batch, call, iterate
+from laplace_plus.network.selection import uses
 from laplace_plus.posteriors import KFAC, GaussianPosterior, get_posterior
-from laplace_plus.priors import STRUCTURES, Groups
+from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups
 from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import chosen_groups
 
@@ -245,10 +261,16 @@ def train_marginal_likelihood(
         if groups is not None:
             own.prior_groups = groups
         own.prior_precision = prior_precision
-        ascent = HyperparameterAscent(
-            own, structure, groups, tune_noise=tune_noise, steps=hyper_steps, learning_rate=hyper_lr
+        run = _Run(
+            loop,
+            own,
+            structure,
+            groups,
+            tune_noise=tune_noise,
+            steps=hyper_steps,
+            learning_rate=hyper_lr,
+            early_stopping=early_stopping,
         )
-        run = _Run(loop, own, ascent, early_stopping)
         if state is None:
             loop.count(curvature_loader)
         else:
@@ -292,22 +314,78 @@ def train_marginal_likelihood(
     )
 
 
-class _Run:
-    """The updates of the hyperparameters, and what the result is to have of them."""
+class TrainingObjective:
+    """``ℓ_b(θ)`` of a minibatch, at a posterior's likelihood, prior and temperature."""
 
-    def __init__(self, loop: Loop, posterior: GaussianPosterior, ascent: HyperparameterAscent, early_stopping: bool):
-        self.loop, self.posterior, self.ascent, self.early_stopping = loop, posterior, ascent, early_stopping
+    def __init__(self, model: nn.Module, posterior: GaussianPosterior, *, n_data: int, mean_batch_size: float):
+        network, prior = posterior.network, posterior.prior()
+        self._model, self._likelihood = model, posterior.likelihood
+        self._n_data, self._scale = n_data, float(posterior.temperature) * mean_batch_size
+        parameters = uses(network.model)
+        self._entries = [(parameters[item.name], item.mask) for item in network.selected]
+        vector = network.vector()
+        self._precision, self._mean = prior.vector().detach().to(vector), prior.mean.detach().to(vector)
+
+    def penalty(self) -> Tensor:
+        """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters, 0-d; differentiable in them."""
+        flat = []
+        for parameter, mask in self._entries:
+            entries = parameter.flatten() if mask is None else parameter.flatten()[mask.to(parameter.device)]
+            flat.append(entries.to(self._precision))
+        return (self._precision * (torch.cat(flat) - self._mean).square()).sum() / 2
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """``ℓ_b``, 0-d and differentiable in the network's parameters."""
+        fit = log_likelihood(self._likelihood, call(self._model, batch.inputs), batch.target)
+        return (self.penalty() / self._n_data).to(fit) - fit / self._scale
+
+
+class _Run:
+    """Updates of the hyperparameters: gradient ascent on the evidence of a fitted posterior, in their logarithms.
+
+    By Adam (Kingma and Ba, 2015), whose moments are kept from update to update, or by the posterior's own line search.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        posterior: GaussianPosterior,
+        structure: str | Groups,
+        groups: Groups | None,
+        *,
+        tune_noise: bool,
+        steps: int | None,
+        learning_rate: float,
+        early_stopping: bool,
+    ):
+        self.loop, self.posterior, self.groups, self.early_stopping = loop, posterior, groups, early_stopping
+        self.structure = LAYERWISE if groups is not None else str(structure)
+        self.tune_noise, self.steps = tune_noise, steps
         self.updates: list[Update] = []
         self.best: dict[str, Tensor] | None = None  # the weights of the update with the greatest evidence
         self.kept: dict[str, Any] = {}  # the result's hyperparameters, its epoch and its evidence
+        n_groups, n_entries = len(posterior.prior_groups.names), posterior.n_parameters
+        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[self.structure]
+        precision = posterior.prior_precision.detach().double().cpu()
+        if self.structure == "diagonal" and precision.shape == (n_groups,):
+            precision = posterior.prior().vector().detach().double().cpu()
+        if precision.numel() > 1:
+            checks.shape("prior_precision", precision, shape)
+        precision = precision.reshape(-1).expand(math.prod(shape)).reshape(shape)
+        self._finite(posterior.log_marginal_likelihood(precision))  # a structure may be unsupported
+        # Searched in e-folds: the precisions, and the noise levels if they are tuned.
+        tuned = [precision, *([posterior.noise_std.detach().double().cpu()] if tune_noise else [])]  # type: ignore[union-attr]
+        self._logs = [own.log().requires_grad_() for own in tuned]
+        self._optimizer = torch.optim.Adam(self._logs, lr=learning_rate)
 
     def update(self, epoch: int, loss: float) -> None:
         """Improve the hyperparameters of a fit at the present weights, and keep them if the result is to have them."""
         posterior = self.posterior
         self.loop.n_data = posterior.n_data
-        evidence = self.ascent.update()
+        self._ascend()
+        evidence = self._finite(posterior.log_marginal_likelihood())
         precision, noise = posterior.prior_precision.detach(), posterior.noise_std
-        if self.ascent.structure == "diagonal":
+        if self.structure == "diagonal":
             precision = posterior.prior_groups.geometric_means(precision)
         update = Update(
             epoch=epoch,
@@ -324,12 +402,47 @@ class _Run:
             self.kept = {**hyper, "epoch": epoch, "evidence": evidence}
             self.best = weights_of(self.loop.network.model) if self.early_stopping else None
 
+    def _ascend(self) -> None:
+        posterior = self.posterior
+        if self.steps is None:
+            structure = self.structure if self.groups is None else self.groups
+            posterior.fit_prior_precision(structure=structure, tune_noise=self.tune_noise)
+            return
+        with torch.enable_grad():
+            for _ in range(self.steps):
+                self._optimizer.zero_grad()
+                value = posterior.log_marginal_likelihood(*(log.exp() for log in self._logs))
+                self._finite(value)
+                (-value).backward()
+                self._optimizer.step()
+        levels = [log.detach().exp() for log in self._logs]
+        self._finite(levels[0].log().sum())
+        posterior.prior_precision = levels[0]
+        if self.tune_noise:
+            posterior.noise_std = levels[1]
+
+    def _finite(self, value: Tensor) -> float:
+        number = value.item()
+        if not math.isfinite(number):
+            precision = self.posterior.prior_precision
+            what = "The evidence is not finite."
+            got = f"{number} at prior precisions from {precision.min():.3g} to {precision.max():.3g}"
+            raise NonFiniteError(what, expected="a number", got=got, fix="Use a smaller hyper_lr, or a longer burn_in.")
+        return number
+
     def state(self) -> dict[str, Any]:
         """What training goes on from."""
         posterior = self.posterior
-        hyper = {"prior_precision": posterior.prior_precision.clone(), "noise_std": posterior.noise_std}
-        kept = {"best": self.best, "kept": self.kept, "ascent": self.ascent.state()}
-        return {**self.loop.state(), **hyper, **kept, "updates": [dict(vars(update)) for update in self.updates]}
+        return {
+            **self.loop.state(),
+            "prior_precision": posterior.prior_precision.clone(),
+            "noise_std": posterior.noise_std,
+            "best": self.best,
+            "kept": self.kept,
+            "logs": [log.detach().clone() for log in self._logs],
+            "ascent": copy.deepcopy(self._optimizer.state_dict()),
+            "updates": [dict(vars(update)) for update in self.updates],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
@@ -339,4 +452,7 @@ class _Run:
         self.posterior.prior_precision = state["prior_precision"]
         if state["noise_std"] is not None:
             self.posterior.noise_std = state["noise_std"]
-        self.ascent.restore(state["ascent"])
+        with torch.no_grad():
+            for log, known in zip(self._logs, state["logs"], strict=True):
+                log.copy_(known)
+        self._optimizer.load_state_dict(copy.deepcopy(state["ascent"]))
