@@ -21,6 +21,7 @@ from typing_extensions import override
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.structured.chunks import MIB
 from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.log_determinants import Spectrum
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
 TILE = 2**20
@@ -181,6 +182,10 @@ class Block(ABC):
     @abstractmethod
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         """``log det(H(w) + diagonal)``, 0-d float64; differentiable in both arguments; errors as :meth:`factor`."""
+
+    def spectrum(self) -> Spectrum | None:
+        """The eigenvalues of H at a weight of one, where they are known for one component and none is negative."""
+        return None
 
     @abstractmethod
     def dense(self, weights: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,11 +96,20 @@ class EigenBlock(Block):
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim:
             return self.factor(weights, diagonal).log_determinant()
-        if self.n_components > 1:
+        spectrum = self.spectrum()
+        if spectrum is None:
             return log_determinant(self.eigen(weights)[1].flatten()[None], torch.ones_like(weights[:1]), diagonal)
-        if self._spectrum is None:
-            self._spectrum = Spectrum(*self._sides(weights))
-        return self._spectrum.log_determinant(weights[0], diagonal)
+        require_positive(diagonal)
+        return spectrum.log_ratio(weights[0], diagonal) + diagonal.double().log() * math.prod(self.shape)
+
+    @override
+    def spectrum(self) -> Spectrum | None:
+        if self._spectrum is None and self.n_components == 1:
+            part = self.parts()[0]
+            left, right = self._sides(torch.ones(1, dtype=part.dtype, device=part.device))
+            if not bool((left < 0).any() or (right < 0).any()):
+                self._spectrum = Spectrum.of(left, right)
+        return self._spectrum
 
     def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Where K = 1, the eigenvalues at a weight of one as products of ``[G, m]`` and ``[G or 1, n]``."""

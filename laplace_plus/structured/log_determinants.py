@@ -15,6 +15,7 @@ cost the same for millions of eigenvalues as for hundreds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import repeat
 
 import torch
@@ -38,41 +39,51 @@ _LINEAR = 40.0
 
 
 class Spectrum:
-    """The function ``(w, δ) ↦ log det(w H + δ I)`` for G groups of eigenvalues ``λ_ij = left_i right_j``.
+    """The function ``(w, δ) ↦ Σ_b log det(w/δ_b H_b + I)`` for matrices without negative eigenvalues.
 
     Args:
-        left: ``[G, m]``. If a product is negative, every evaluation takes a pass over all of them.
-        right: ``[G or 1, n]``.
+        nodes: Logarithms of eigenvalues, or what stands for them, ``[m]``.
+        weights: How many eigenvalues each of them stands for, ``[m]``.
+        groups: Which δ each belongs to, ``[m]``, where there are several.
 
     Example:
-        >>> spectrum = Spectrum(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 3.0]]))
-        >>> round(spectrum.log_determinant(torch.tensor(2.0), torch.tensor(1.0)).exp().item(), 6)
+        >>> spectrum = Spectrum.of(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 3.0]]))
+        >>> round(spectrum.log_ratio(torch.tensor(2.0), torch.tensor(1.0)).exp().item(), 5)
         21.0
     """
 
-    def __init__(self, left: Tensor, right: Tensor):
-        self.size = left.numel() * right.shape[1]
-        self._indefinite: Tensor | None = None
-        if bool((left < 0).any() or (right < 0).any()):
-            self._indefinite = (left[:, :, None] * right[:, None]).flatten()
-            return
+    def __init__(self, nodes: Tensor, weights: Tensor, groups: Tensor | None = None):
+        self.nodes, self.weights = nodes, weights
+        self.groups = None if groups is None else groups.to(nodes.device)
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor) -> Spectrum:
+        """Of G groups of eigenvalues ``left_i right_j``, ``[G, m]`` and ``[G or 1, n]``."""
         found = []
         for rows, columns in zip(left, right.expand(len(left), -1), strict=True):
             (nodes, weights), (more, more_weights) = _nodes_of(rows), _nodes_of(columns)
             found.append(_condense((nodes[:, None] + more).flatten(), (weights[:, None] * more_weights).flatten()))
-        self.nodes, self.weights = map(torch.cat, zip(*found, strict=True))
+        return cls(*_concatenated(found))
 
-    def log_determinant(self, weight: Tensor, shift: Tensor) -> Tensor:
-        """``log det(w H + δ I)``, 0-d float64, for positive w and δ, 0-d; to about 1e-13 of ``Σ |log(w λ + δ)|``.
+    @classmethod
+    def joined(cls, spectra: Sequence[Spectrum], groups: Sequence[int]) -> Spectrum:
+        """Of a block-diagonal matrix, given each block's and the number of its δ: one evaluation costs as much."""
+        members: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for spectrum, group in zip(spectra, groups, strict=True):
+            members.setdefault(group, []).append((spectrum.nodes, spectrum.weights))
+        found = [_condense(*_concatenated(pairs)) for pairs in members.values()]
+        counts = torch.tensor([len(nodes) for nodes, _ in found])
+        return cls(*_concatenated(found), torch.tensor(list(members)).repeat_interleave(counts))
 
-        Differentiable in both, any number of times. NotPositiveDefiniteError if ``w λ + δ`` is not positive for some λ.
+    def log_ratio(self, weight: Tensor, shift: Tensor) -> Tensor:
+        """The function, 0-d float64, at ``w > 0``, 0-d, and ``δ > 0``, 0-d or ``[R]``; to about 1e-13 of its terms.
+
+        Differentiable in both, any number of times.
         """
-        if self._indefinite is not None:
-            return log_determinant(self._indefinite[None], weight[None], shift)
-        weight, shift = weight.double(), shift.double()
-        require_positive(shift)
-        level = shift.log()
-        return self.size * level + self.weights @ softplus(self.nodes + weight.log() - level, threshold=_LINEAR)
+        levels = shift.double().log()
+        if levels.ndim and self.groups is not None:
+            levels = levels.index_select(0, self.groups)
+        return self.weights @ softplus(self.nodes + weight.double().log() - levels, threshold=_LINEAR)
 
 
 def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +92,12 @@ def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:
     for part in values.detach().split(16 * CHUNK):
         logarithms = part[part > 0].double().log()
         parts.append(_condense(logarithms, torch.ones_like(logarithms)))
-    return parts[0] if len(parts) == 1 else _condense(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else _condense(*_concatenated(parts))
+
+
+def _concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The nodes and the weights of several pairs of them."""
+    return torch.cat([nodes for nodes, _ in pairs]), torch.cat([weights for _, weights in pairs])
 
 
 def _condense(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

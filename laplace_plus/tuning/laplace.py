@@ -23,7 +23,9 @@ from laplace_plus.curvature.structures import Curvature
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.structured import Factor
+from laplace_plus.structured import Block, Factor
+from laplace_plus.structured.layout import Layout
+from laplace_plus.structured.log_determinants import Spectrum
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
@@ -52,6 +54,7 @@ class LaplaceModel:
     n_outputs: int
     travelled: Tensor | None = None
     _known_scatter: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _known_spectra: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def prior(self, precision: Any) -> GaussianPrior:
         """The prior at a precision (0-d, ``[L]`` or ``[P]``), which is checked."""
@@ -66,11 +69,6 @@ class LaplaceModel:
     def parameter_slices(self) -> dict[str, ParameterSlices]:
         """Where each block lies in the parameter vector, by layout key."""
         return {layout.key: layout.parameter_slices for layout, _ in self.curvature}
-
-    @cached_property
-    def sizes(self) -> Tensor:
-        """How many entries each layer has, ``[L]`` float64."""
-        return torch.bincount(self.layer_index, minlength=self.n_layers).to(self.vector.device, torch.float64)
 
     def scatter(self, structure: str) -> Tensor:
         """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64."""
@@ -192,12 +190,27 @@ class LaplaceModel:
 
     def _log_ratio(self, structure: str, precision: Tensor, weights: Tensor) -> Tensor:
         """``log det Λ − log det P₀``, 0-d float64."""
-        sizes = self.sizes if structure == "layerwise" else len(self.vector) if structure == "scalar" else 1
-        total = -(precision.log() * sizes).sum()
-        diagonals = self.diagonals(precision)
-        for layout, block in self.curvature:
-            total = total + block.log_determinant(weights, diagonals[layout.key]).double()
+        if structure not in self._known_spectra:
+            self._known_spectra[structure] = self._joined_spectra(structure)
+        joined, others = self._known_spectra[structure]
+        total = precision.new_zeros(()) if joined is None else joined.log_ratio(weights[0], precision)
+        diagonals = self.diagonals(precision) if others else {}
+        for layout, block in others:
+            own = diagonals[layout.key]
+            total = total + block.log_determinant(weights, own).double() - own.log().mean() * layout.n_entries
         return total
+
+    def _joined_spectra(self, structure: str) -> tuple[Spectrum | None, list[tuple[Layout, Block]]]:
+        """Together all blocks with known eigenvalues and one precision each, and the other blocks."""
+        spectra, groups, others = [], [], []
+        for layout, block in self.curvature:
+            layer = 0 if structure == "scalar" else self._layers[layout.key]
+            if structure == "diagonal" or isinstance(layer, Tensor) or (spectrum := block.spectrum()) is None:
+                others.append((layout, block))
+            else:
+                spectra.append(spectrum)
+                groups.append(layer)
+        return Spectrum.joined(spectra, groups) if spectra else None, others
 
     def solve(self, factors: Mapping[str, Factor], vector: Tensor) -> Tensor:
         """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from laplace_plus.structured.blocks import Block, Factor, register_block
 from laplace_plus.structured.dense import DenseBlock
+from laplace_plus.structured.log_determinants import Spectrum
 from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
 
 
@@ -95,6 +96,10 @@ class SoftmaxOutputBlock(Block):
         if self._dense is not None:
             return self._dense.log_determinant(weights, diagonal)
         return SoftmaxOutputLogDeterminant.apply(self.rows, weights[0], diagonal)
+
+    @override
+    def spectrum(self) -> Spectrum | None:
+        return None if self._dense is None else self._dense.spectrum()
 
     @override
     def dense(self, weights: Tensor) -> Tensor:
