@@ -34,7 +34,6 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.persistence import stored
@@ -329,7 +328,7 @@ def _best_temperature(likelihood: Likelihood, observations: Sequence[Tensor]) ->
     flat, targets, weight = observations
 
     def loss(logarithm: float) -> float:
-        densities = checked_log_density(likelihood, flat / math.exp(logarithm), targets)
+        densities = likelihood.log_density(flat / math.exp(logarithm), targets)
         return -float((densities * weight).sum() / weight.sum())
 
     end = math.log(LARGEST)

@@ -1,7 +1,8 @@
 """The likelihood: how targets are distributed given a network's outputs.
 
 Reduction and scaling: the loss is the negative log-likelihood *summed* over the data, constants included. A likelihood
-works on flattened observations: one row of ``C`` outputs ``f`` for every example, or for every token or pixel of one.
+works on flattened observations: one row of ``C`` outputs ``f`` for every example, or for every token or pixel of one,
+of at least single precision (:meth:`Likelihood.rows`).
 Its curvature is ``Λ = -∂² log p(y|f) / ∂f²``, one ``[C, C]`` matrix for each row, given by a root ``S``, ``S Sᵀ = Λ``.
 
 A likelihood with observation noise factors its curvature: ``Λ`` is given at *unit* noise, and the columns of the root
@@ -16,9 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,14 +36,9 @@ def widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def shape_text(shape: tuple[int, ...] | torch.Size) -> str:
-    """A shape as text for error messages, such as ``[8, 3]``."""
-    return str(list(shape))
-
-
 def describe(value: Any) -> str:
     """Type and shape of a tensor for error messages; of anything else the type."""
-    return f"{value.dtype} of shape {shape_text(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_outputs(outputs: Tensor) -> None:
@@ -52,12 +46,13 @@ def check_outputs(outputs: Tensor) -> None:
     if outputs.dim() < 2 or outputs.shape[-1] == 0 or not outputs.is_floating_point():
         expected = "a floating tensor [B, *, C] with C >= 1, one row for every example"
         raise OutputError("The network's outputs cannot be used.", expected=expected, got=describe(outputs))
-    if not math.isfinite(outputs.detach().sum()):  # a tenth of the time that looking at each one takes
-        check_finite(outputs, "The network's outputs")
+    check_finite(outputs, "The network's outputs")
 
 
 def check_finite(values: Tensor, what: str) -> None:
     """Refuse NaN and infinity; ``what`` starts the message of the :class:`NonFiniteError`."""
+    if math.isfinite(values.detach().sum()):  # a tenth of the time that looking at each one takes
+        return
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         got = f"{int((~finite).sum())} of {values.numel()} entries that are not"
@@ -72,25 +67,20 @@ class Marginal:
     Attributes:
         mean: ``E[y]``, for classes their probabilities.
         variance: ``Var[y]``.
-        law: Makes :attr:`distribution`, when it is asked for.
+        distribution: Of ``y``: over the classes, or of every entry of ``y`` by itself.
         epistemic: ``Var_f(E[y|f])``, or ``None`` without a closed form.
         aleatoric: ``E_f[Var(y|f)]``, or ``None`` without a closed form.
         together: The joint distribution of the entries of one target, where they are correlated; else ``None``.
-        information: Gives the mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
+        information: The mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
     """
 
     mean: Tensor
     variance: Tensor
-    law: Callable[[], Distribution]
+    distribution: Distribution
     epistemic: Tensor | None = None
     aleatoric: Tensor | None = None
     together: Distribution | None = None
-    information: Callable[[], Tensor] | None = None
-
-    @cached_property
-    def distribution(self) -> Distribution:
-        """Of ``y``: over the classes, or of every entry of ``y`` by itself."""
-        return self.law()
+    information: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,7 @@ class Likelihood(ABC):
         """
         check_outputs(outputs)
         if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
-            expected = f"leading shape {shape_text(outputs.shape[:-1])}"
+            expected = f"leading shape {list(outputs.shape[:-1])}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +169,7 @@ class Likelihood(ABC):
 
         These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows.
         """
-        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
         targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
         if targets.is_floating_point():
             targets = targets.to(flat.dtype)
@@ -248,7 +238,7 @@ class Likelihood(ABC):
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
         flat, targets, weight = self.rows(outputs, targets)
-        return checked_log_density(self, flat, targets).double().where(weight > 0, 0.0).sum().reshape(1)
+        return self.log_density(flat, targets).double().where(weight > 0, 0.0).sum().reshape(1)
 
     def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
         """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""
@@ -274,7 +264,6 @@ class Likelihood(ABC):
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Targets drawn from ``p(y|f)``, one for every row of outputs ``[..., C]``."""
-        outputs = widen(outputs)
         distribution = self.distribution(outputs)
         with global_randomness(outputs.device, generator):  # torch.distributions use the global generators alone
             return distribution.sample()
@@ -285,7 +274,6 @@ class Likelihood(ABC):
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean and variance of ``p(y|f)`` (for classes ``p`` and ``p (1 - p)``), or the outputs and ``None``."""
-        outputs = widen(outputs)
         try:
             distribution = self.distribution(outputs)
         except UnsupportedError:
@@ -302,7 +290,6 @@ class Likelihood(ABC):
 
     def mixture(self, outputs: Tensor) -> Distribution:
         """The average of ``p(y|f)`` over samples of the outputs ``[S, ..., C]``; here an event is one whole target."""
-        outputs = widen(outputs)
         components = self.distribution(outputs.movedim(0, -2))  # [..., S, C]
         extra = len(components.batch_shape) - (outputs.dim() - 1)
         return uniform_mixture(Independent(components, extra) if extra > 0 else components, like=outputs)
@@ -363,15 +350,6 @@ def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
     return ConfigurationError(f"{type(likelihood).__name__} has no such link.", expected=known, got=repr(link))
 
 
-def checked_log_density(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The log-density of rows; :class:`ConfigurationError` unless it is one number for every row."""
-    log_density = likelihood.log_density(outputs, targets)
-    if log_density.shape != outputs.shape[:1]:
-        what = f"{type(likelihood).__name__}.log_density returns the wrong shape."
-        raise ConfigurationError(what, expected=f"[{len(outputs)}], one number a row", got=describe(log_density))
-    return log_density
-
-
 def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFamily:
     """A mixture with equal weights, of the dtype of ``like``, over the last batch dimension of ``components``."""
     *batch, size = components.batch_shape
@@ -381,10 +359,12 @@ def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFam
 
 def _negative_gradient(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tuple[Tensor, bool, Tensor]:
     """Outputs that require gradients, whether the caller needs a graph back to them, and ``-∂ log p / ∂f`` there."""
-    f = widen(outputs)
-    attached = f.requires_grad and torch.is_grad_enabled()
-    f = f if attached else f.detach().clone().requires_grad_()
+    attached = outputs.requires_grad and torch.is_grad_enabled()
+    f = outputs if attached else outputs.detach().clone().requires_grad_()
     with torch.enable_grad():
-        log_density = checked_log_density(likelihood, f, targets)
+        log_density = likelihood.log_density(f, targets)
+        if log_density.shape != outputs.shape[:1]:
+            what = f"{type(likelihood).__name__}.log_density returns the wrong shape."
+            raise ConfigurationError(what, expected=f"[{len(outputs)}], one number a row", got=describe(log_density))
         (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
     return f, attached, gradient

@@ -37,9 +37,8 @@ from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
     OutputCurvature,
-    check_outputs,
+    check_finite,
     describe,
-    shape_text,
     variance_of,
     widen,
 )
@@ -47,18 +46,8 @@ from laplace_plus.likelihoods.elementwise import refuse_targets
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.likelihoods.sampling import draw_by
 
-_FEW_CLASSES = 1024
-"""Classes from which ``torch.multinomial``, with a random number for each, takes a tenth of a fit: 13 times longer."""
-
 _REACH = 5.5
 """How many deviations of a logit the integrals of the link ``"gumbel"`` reach."""
-
-
-def _draw_by_sums(table: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One class for each row of probabilities: where its running sum first exceeds a uniform number; ``[N, 1]``."""
-    sums = table.cumsum(-1, dtype=torch.float64)
-    drawn = torch.rand(len(sums), 1, generator=generator, device=sums.device, dtype=torch.float64)
-    return torch.searchsorted(sums, drawn * sums[:, -1:], right=True).clamp_(max=table.shape[1] - 1)
 
 
 def _nodes(count: int, total: float = 1.0) -> dict[torch.dtype, Tensor]:
@@ -171,7 +160,7 @@ class Categorical(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
-        check_outputs(outputs)
+        check_finite(outputs, "The network's outputs")
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             expected = 'at least two outputs, or likelihood="binary"'
@@ -180,14 +169,14 @@ class Categorical(Likelihood):
             q = self._arranged(targets)
             close = (widen(q).sum(-1) - 1).abs() <= max(1e-4, 4 * torch.finfo(q.dtype).eps)
             if q.shape != outputs.shape or not bool(((q >= 0).all(-1) & close).all()):
-                expected = f"probabilities {shape_text(outputs.shape)} that sum to one over the classes"
+                expected = f"probabilities {list(outputs.shape)} that sum to one over the classes"
                 raise LabelError("The soft labels are no distributions.", expected=expected, got=describe(targets))
             return
         integers = targets.dtype != torch.bool and not targets.is_floating_point() and not targets.is_complex()
         if targets.shape != outputs.shape[:-1] or not integers:
             raise LabelError(
                 "The targets are not class indices.",
-                expected=f"integers (torch.long) of shape {shape_text(outputs.shape[:-1])}",
+                expected=f"integers (torch.long) of shape {list(outputs.shape[:-1])}",
                 got=describe(targets),
                 fix="Pass targets.long(), targets.float() for one-hot vectors, targets.squeeze(-1) for an extra axis; "
                 'use lp.Categorical(output_axis=1) for logits [B, C, H, W], likelihood="regression" for real numbers.',
@@ -204,7 +193,7 @@ class Categorical(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; ignored rows get class 0 and weight 0."""
-        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
         if targets.is_floating_point():
             return flat, self._arranged(targets).reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
         labels = targets.reshape(-1).long()
@@ -225,9 +214,8 @@ class Categorical(Likelihood):
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log softmax(f)_y``, ``[N]``; in general ``Σ_k t_k log p_k``."""
         if targets.is_floating_point() or self.of_new_targets is not None:
-            outputs = widen(outputs)
             return (self._totals(outputs, targets) * outputs.log_softmax(-1)).sum(-1)
-        return widen(outputs).log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+        return outputs.log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``p - e_y``, ``[N, C]``; in general ``(Σ t) p − t``."""
@@ -272,16 +260,14 @@ class Categorical(Likelihood):
 
     def distribution(self, outputs: Tensor) -> CategoricalDistribution:
         """A categorical distribution with batch shape ``[...]``."""
-        return CategoricalDistribution(logits=widen(outputs), validate_args=False)
+        return CategoricalDistribution(logits=outputs, validate_args=False)
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Class indices ``[...]``."""
-        table = widen(outputs).softmax(-1).reshape(-1, outputs.shape[-1])
+        table = outputs.softmax(-1).reshape(-1, outputs.shape[-1])
         if not len(table):
             return torch.zeros(outputs.shape[:-1], dtype=torch.long, device=outputs.device)
-        few = partial(torch.multinomial, num_samples=1)
-        drawn = draw_by(few if table.shape[1] <= _FEW_CLASSES else _draw_by_sums, table, generator)
-        return drawn.reshape(outputs.shape[:-1])
+        return draw_by(partial(torch.multinomial, num_samples=1), table, generator).reshape(outputs.shape[:-1])
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """The means themselves, one row for each observation, ``[N, C]``."""
@@ -289,13 +275,11 @@ class Categorical(Likelihood):
 
     def mixture(self, outputs: Tensor) -> CategoricalDistribution:
         """The categorical distribution of the average probabilities."""
-        log_probabilities = widen(outputs).log_softmax(-1)
-        return CategoricalDistribution(logits=log_probabilities.logsumexp(0), validate_args=False)
+        return CategoricalDistribution(logits=outputs.log_softmax(-1).logsumexp(0), validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"gumbel"`` (takes variances alone for independent logits), ``"bridge"``, or those that need no more."""
-        logits = mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-        covariance = covariance.to(mean.dtype)
+        logits = mean
         if link == "gumbel":
             logits = _gumbel_logits(mean, covariance)
         elif link == "probit":
@@ -303,12 +287,12 @@ class Categorical(Likelihood):
         elif link == "bridge":
             logits = _bridge_log_concentration(mean, covariance)
         p = logits.softmax(-1)
-        return Marginal(p, p * (1 - p), partial(CategoricalDistribution, logits=logits, validate_args=False))
+        return Marginal(p, p * (1 - p), CategoricalDistribution(logits=logits, validate_args=False))
 
 
 def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """``p`` and ``1 - p``, the latter without cancellation for ``p`` close to 1."""
-    p = widen(outputs).softmax(-1)
+    p = outputs.softmax(-1)
     top = p.argmax(-1, keepdim=True)
     return p, (1 - p).scatter(-1, top, p.scatter(-1, top, 0.0).sum(-1, keepdim=True))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
@@ -25,12 +24,9 @@ from laplace_plus.likelihoods.base import (
     Marginal,
     OutputCurvature,
     check_finite,
-    check_outputs,
     describe,
-    shape_text,
     uniform_mixture,
     variance_of,
-    widen,
 )
 from laplace_plus.likelihoods.sampling import draw_by
 
@@ -51,7 +47,7 @@ class Elementwise(Likelihood):
         """Which entries are targets, boolean of the same shape."""
 
     @abstractmethod
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """The diagonal ``[N, C]`` of :meth:`output_root`."""
 
     def n_targets(self, n_outputs: int) -> int:
@@ -66,41 +62,41 @@ class Elementwise(Likelihood):
         aligned = targets.movedim(self.output_axis, -1) if targets.dim() == outputs.dim() else targets
         if aligned.shape == (*observations, size):
             return aligned
-        wanted = shape_text(torch.empty(*observations, size, device="meta").movedim(-1, self.output_axis).shape)
-        expected = wanted + (f" or {shape_text(observations)}" if size == 1 else "") + ", as nothing is broadcast"
+        wanted = torch.empty(*observations, size, device="meta").movedim(-1, self.output_axis).shape
+        expected = f"{list(wanted)}{f' or {list(observations)}' if size == 1 else ''}, as nothing is broadcast"
         what = "The targets do not have the shape of the outputs."
         raise LabelError(what, expected=expected, got=describe(targets), fix=self.hint)
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse invalid targets, and targets of another shape than the outputs'."""
-        check_outputs(outputs)
+        check_finite(outputs, "The network's outputs")
         aligned = self.align(outputs, targets)
         refuse_targets(~self.is_valid(aligned), aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; targets become floating ``[N, D]``."""
-        flat, aligned = widen(outputs).reshape(-1, outputs.shape[-1]), self.align(outputs, targets)
-        return flat, aligned.reshape(-1, aligned.shape[-1]).to(flat.dtype), torch.ones_like(flat[:, 0])
+        flat, aligned, weight = super().rows(outputs, self.align(outputs, targets))
+        return flat, aligned.to(flat.dtype), weight
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log p(y_c|f)``, ``[N]``."""
-        targets = targets.to(torch.promote_types(targets.dtype, widen(outputs).dtype))
+        targets = targets.to(torch.promote_types(targets.dtype, outputs.dtype))
         log_density: Tensor = self.distribution(outputs).log_prob(targets)
         return log_density.sum(-1)
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The squares of :meth:`root_diagonal`, ``[N, C, C]``."""
-        return torch.diag_embed(self.root_diagonal(outputs).square())
+        return torch.diag_embed(self.root_diagonal(outputs, targets).square())
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag`` of :meth:`root_diagonal`, ``[N, C, C]``."""
-        return torch.diag_embed(self.root_diagonal(outputs))
+        return torch.diag_embed(self.root_diagonal(outputs, targets))
 
     def mixture(self, outputs: Tensor) -> Distribution:
         """A mixture over samples ``[S, ..., C]`` for every entry of a target by itself."""
         given = self.distribution(outputs)
         last = {name: getattr(given, name).movedim(0, -1) for name in given.arg_constraints}
-        return uniform_mixture(type(given)(**last, validate_args=False), like=widen(outputs))
+        return uniform_mixture(type(given)(**last, validate_args=False), like=outputs)
 
 
 def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: str, fix: str) -> None:
@@ -139,7 +135,6 @@ class Bernoulli(Elementwise):
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log sigmoid(±f_c)``, ``[N]``; unlike a cross-entropy without cancellation where p is close to y."""
-        outputs = widen(outputs)
         return logsigmoid((2 * targets.to(outputs.dtype) - 1) * outputs).sum(-1)
 
     def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
@@ -158,11 +153,10 @@ class Bernoulli(Elementwise):
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
         sign = 2 * targets - 1
-        return -sign * (-sign * widen(outputs)).sigmoid()  # no cancellation where p is close to y
+        return -sign * (-sign * outputs).sigmoid()  # no cancellation where p is close to y
 
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``√(p (1 - p))``."""
-        outputs = widen(outputs)
         return (0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp()
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
@@ -176,11 +170,11 @@ class Bernoulli(Elementwise):
 
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
         """Bernoulli distributions with batch shape ``[..., C]``."""
-        return BernoulliDistribution(logits=widen(outputs), validate_args=False)
+        return BernoulliDistribution(logits=outputs, validate_args=False)
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Zeros and ones ``[..., C]``, floating."""
-        return draw_by(torch.bernoulli, widen(outputs).sigmoid(), generator)
+        return draw_by(torch.bernoulli, outputs.sigmoid(), generator)
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """``[1 - p, p]`` of every output by itself, ``[N C, 2]``."""
@@ -189,15 +183,14 @@ class Bernoulli(Elementwise):
 
     def mixture(self, outputs: Tensor) -> BernoulliDistribution:
         """The Bernoulli distributions of the average probabilities, every output by itself."""
-        outputs = widen(outputs)
         logits = logsigmoid(outputs).logsumexp(0) - logsigmoid(-outputs).logsumexp(0)
         return BernoulliDistribution(logits=logits, validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"probit"``, which needs variances only, or ``"network"``: ``sigmoid(m)``."""
         logits = mean if link == "network" else mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
-        law = partial(BernoulliDistribution, logits=logits, validate_args=False)
-        return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), law)
+        p = logits.sigmoid()
+        return Marginal(p, p * (-logits).sigmoid(), BernoulliDistribution(logits=logits, validate_args=False))
 
 
 @final
@@ -229,24 +222,19 @@ class Poisson(Elementwise):
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
-        outputs = widen(outputs)
         return (targets * outputs - outputs.exp() - torch.lgamma(targets + 1)).sum(-1)
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``exp f - y``, ``[N, C]``."""
-        return widen(outputs).exp() - targets
-
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``exp(f/2)``."""
-        return (0.5 * widen(outputs)).exp()
+        return (0.5 * outputs).exp()
 
     def distribution(self, outputs: Tensor) -> PoissonDistribution:
         """Poisson distributions with batch shape ``[..., C]``."""
-        return PoissonDistribution(widen(outputs).exp(), validate_args=False)
+        return PoissonDistribution(outputs.exp(), validate_args=False)
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Counts ``[..., C]``, floating."""
-        return draw_by(torch.poisson, widen(outputs).exp(), generator)
+        return draw_by(torch.poisson, outputs.exp(), generator)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: the exact moments of a log-normal rate, ``E[y] = exp(m + v/2)`` and so on.
@@ -261,7 +249,7 @@ class Poisson(Elementwise):
         # The dispersion's floor changes the distribution's variance by at most 1e-6 of the squared mean.
         dispersion = spread.double().clamp_min(1e-6)
         log_odds = mean.double() + 0.5 * variance.double() + dispersion.log()
-        law = partial(NegativeBinomial, 1 / dispersion, logits=log_odds, validate_args=False)
+        law = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
         epistemic = spread * rate.square()
         check_finite(epistemic + rate, "The predicted variances of the counts")
         return Marginal(rate, epistemic + rate, law, epistemic, rate)

@@ -6,7 +6,6 @@ import math
 import reprlib
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributions import Distribution, MultivariateNormal, Normal, Studen
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, variance_of, widen
+from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, variance_of
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.normal import independent_information, is_full, noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal
@@ -120,15 +119,14 @@ class Gaussian(RealTargets):
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``f - y`` (unit noise), ``[N, C]``."""
-        return widen(outputs) - targets
+        return outputs - targets
 
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Ones (unit noise)."""
-        return torch.ones_like(widen(outputs))
+        return torch.ones_like(outputs)
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The identity (unit noise), ``[N, C, C]``, stored once."""
-        outputs = widen(outputs)
         identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return identity.expand(*outputs.shape, -1)
 
@@ -142,12 +140,10 @@ class Gaussian(RealTargets):
 
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., C]``."""
-        outputs = widen(outputs)
         return Normal(outputs, self._noise_std.to(outputs).expand_as(outputs), validate_args=False)
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """``f + ε`` (unit noise), ``[..., C]``."""
-        outputs = widen(outputs)
         return outputs + standard_normal(outputs.shape, like=outputs, generator=generator)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
@@ -203,23 +199,17 @@ class HeteroscedasticGaussian(RealTargets):
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
-        mean, log_variance = widen(outputs).chunk(2, -1)
+        mean, log_variance = outputs.chunk(2, -1)
         return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI).sum(-1)
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[(m - y) exp(-l), ½ - ½ (y - m)² exp(-l)]``, ``[N, 2 D]``."""
-        mean, log_variance = widen(outputs).chunk(2, -1)
-        scaled = (mean - targets) * (-log_variance).exp()
-        return torch.cat([scaled, 0.5 - 0.5 * scaled * (mean - targets)], -1)
-
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``(exp(-l/2), √½)``, ``[N, 2 D]``, of the expected information."""
-        _, log_variance = widen(outputs).chunk(2, -1)
+        _, log_variance = outputs.chunk(2, -1)
         return torch.cat([(-0.5 * log_variance).exp(), torch.full_like(log_variance, math.sqrt(0.5))], -1)
 
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., D]``."""
-        mean, log_variance = widen(outputs).chunk(2, -1)
+        mean, log_variance = outputs.chunk(2, -1)
         return Normal(mean, (0.5 * log_variance).exp(), validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
@@ -271,32 +261,14 @@ class GivenNoise(RealTargets):
         """Finite numbers, and positive noise."""
         return super().is_valid(targets) & torch.stack([torch.ones_like(targets[..., 0]), targets[..., 1]], -1).gt(0)
 
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch; targets become ``[N, C, 2]``."""
-        flat, aligned = widen(outputs).reshape(-1, outputs.shape[-1]), self.align(outputs, targets)
-        return flat, aligned.reshape(*flat.shape, 2).to(flat.dtype), torch.ones_like(flat[:, 0])
-
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log N(y_c; f_c, s_c²)``, ``[N]``."""
         values, noise = targets.unbind(-1)
-        return -((((widen(outputs) - values) / noise).square() + LOG_2PI) / 2 + noise.log()).sum(-1)
+        return -((((outputs - values) / noise).square() + LOG_2PI) / 2 + noise.log()).sum(-1)
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(f - y) / s²``, ``[N, C]``."""
-        values, noise = targets.unbind(-1)
-        return (widen(outputs) - values) / noise.square()
-
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
-        """That of new targets, ``1/s``."""
-        return torch.full_like(widen(outputs), 1 / self.new_noise_std)
-
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag(1/s²)``, ``[N, C, C]``."""
-        return torch.diag_embed(targets[..., 1].square().reciprocal())
-
-    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag(1/s)``, ``[N, C, C]``."""
-        return torch.diag_embed(targets[..., 1].reciprocal())
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``1/s``, by default that of new targets."""
+        return torch.full_like(outputs, 1 / self.new_noise_std) if targets is None else targets[..., 1].reciprocal()
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """UnsupportedError: drawn targets have no noise of their own."""
@@ -304,7 +276,6 @@ class GivenNoise(RealTargets):
 
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions of new targets, with batch shape ``[..., C]``."""
-        outputs = widen(outputs)
         return Normal(outputs, torch.full_like(outputs, self.new_noise_std), validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
@@ -341,15 +312,14 @@ class StudentTNoise(RealTargets):
             torch.full_like(outputs, 2 * self.shape), outputs, scale.expand_as(outputs), validate_args=False
         )
 
-    def root_diagonal(self, outputs: Tensor) -> Tensor:
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Ones (unit noise)."""
         return torch.ones_like(outputs)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: weights and noise are integrated out together."""
         epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
-        law = partial(self.distribution, mean, epistemic)
-        information = partial(independent_information, epistemic, noise)
+        law, information = self.distribution(mean, epistemic), independent_information(epistemic, noise)
         return Marginal(mean, epistemic + noise, law, epistemic, noise, information=information)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.likelihoods.base import Marginal, shape_text, variance_of
+from laplace_plus.likelihoods.base import Marginal, variance_of
 from laplace_plus.likelihoods.sampling import standard_normal
 
 
@@ -17,9 +15,9 @@ def is_full(mean: Tensor, covariance: Tensor) -> bool:
     """Whether a covariance is ``[..., C, C]``, not variances ``[..., C]``; ``ConfigurationError`` if neither."""
     if covariance.shape in ((*mean.shape, mean.shape[-1]), mean.shape):
         return covariance.dim() > mean.dim()
-    expected = f"{shape_text((*mean.shape, mean.shape[-1]))} or {shape_text(mean.shape)}, or joint=True across inputs"
+    expected = f"{[*mean.shape, mean.shape[-1]]} or {list(mean.shape)}, or joint=True across inputs"
     raise ConfigurationError(
-        "The covariance does not fit the mean.", expected=expected, got=shape_text(covariance.shape)
+        "The covariance does not fit the mean.", expected=expected, got=str(list(covariance.shape))
     )
 
 
@@ -71,23 +69,18 @@ def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Ma
     """
     variance = variance_of(mean, covariance)
     total = variance + noise_variance
-    law = partial(Normal, mean, total.sqrt(), validate_args=False)
-    every = mean, total, law, variance, noise_variance
+    every = mean, total, Normal(mean, total.sqrt(), validate_args=False), variance, noise_variance
     # torch's multivariate normal cannot evaluate an empty batch.
     if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
-        return Marginal(*every, information=partial(independent_information, variance, noise_variance))
+        return Marginal(*every, information=independent_information(variance, noise_variance))
     deviation = noise_variance.sqrt()
     # In units of the noise the matrix is at least the identity, however small the noise.
     identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
     root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
     together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
-    return Marginal(*every, together, partial(_half_log_determinant, root))
+    return Marginal(*every, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0))
 
 
 def independent_information(variance: Tensor, noise_variance: Tensor) -> Tensor:
     """Mutual information ``[...]`` of noisy and noiseless values ``[..., C]`` that are independent, in nats."""
     return 0.5 * torch.log1p(variance / noise_variance).sum(-1)
-
-
-def _half_log_determinant(root: Tensor) -> Tensor:
-    return root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.likelihoods.base import Likelihood, widen
+from laplace_plus.likelihoods.base import Likelihood
 from laplace_plus.likelihoods.categorical import Categorical
 from laplace_plus.likelihoods.elementwise import Bernoulli, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, GivenNoise, HeteroscedasticGaussian
@@ -57,19 +57,13 @@ class LogDensity(Likelihood):
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The function's value, ``[N]``."""
-        return self._function(widen(outputs), targets)
+        return self._function(outputs, targets)
 
     def distribution(self, outputs: Tensor) -> Distribution:
         """``p(y|f)``; :class:`UnsupportedError` if it was not given."""
         if self._distribution is None:
             return super().distribution(outputs)
-        return self._distribution(widen(outputs))
-
-    def config(self) -> dict[str, Any]:
-        """``{"name": "custom", "class": …}`` with the function's qualified name."""
-        module = getattr(self._function, "__module__", None)
-        name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-        return {"name": "custom", "class": f"{module}.{name}" if module else name}
+        return self._distribution(outputs)
 
 
 def register_likelihood(name: str, make: Callable[..., Likelihood]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite, check_outputs, shape_text, unknown_link, widen
+from laplace_plus.likelihoods.base import check_finite, check_outputs, unknown_link, widen
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
@@ -69,7 +69,7 @@ def from_functional(
         is_full(mean, covariance)  # raises
     if link == "mc" and likelihood.couples_outputs and not full and mean.shape[-1] > 1:
         what = f"Monte Carlo for {type(likelihood).__name__} needs the covariances of the outputs."
-        expected, got = shape_text((*mean.shape, mean.shape[-1])), f"variances only, {shape_text(covariance.shape)}"
+        expected, got = str([*mean.shape, mean.shape[-1]]), f"variances only, {list(covariance.shape)}"
         fix = "Ask for the full functional covariance, or for another link."
         raise ConfigurationError(what, expected=expected, got=got, fix=fix)
     variance = covariance.detach()
@@ -116,7 +116,7 @@ def from_samples(
     """
     if outputs.dim() < 3 or len(outputs) == 0:
         what, fix = "outputs must be samples of network outputs.", "Stack the networks' outputs along a new first axis."
-        raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=shape_text(outputs.shape), fix=fix)
+        raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=str(list(outputs.shape)), fix=fix)
     outputs = widen(outputs)
     check_outputs(outputs)
     return Prediction(

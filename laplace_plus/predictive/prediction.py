@@ -20,7 +20,6 @@ from torch.distributions import Distribution, MixtureSameFamily, Normal, Student
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
-from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.estimates import jackknife, standard_error
@@ -321,7 +320,7 @@ class Prediction:
         size = samples.shape[-1]
         n = samples[0, ..., 0].numel()
         per_sample = targets.expand(self.n_samples, *targets.shape).reshape(-1, *targets.shape[1:])
-        return checked_log_density(self.likelihood, samples.reshape(-1, size), per_sample).reshape(self.n_samples, n)
+        return self.likelihood.log_density(samples.reshape(-1, size), per_sample).reshape(self.n_samples, n)
 
     # Entropies -------------------------------------------------------------------------------------------------------
 
@@ -349,7 +348,7 @@ class Prediction:
             UnsupportedError: If the likelihood only gives its log-density.
         """
         if self.marginal is not None and self.marginal.information is not None:
-            return self.marginal.information()
+            return self.marginal.information
         total = _closed_entropy(self.likelihood.mixture(self.functional_samples), self.functional_mean.dim() - 1)
         if total is None:
             return self._sampled_entropy[1].clamp_min(0.0)

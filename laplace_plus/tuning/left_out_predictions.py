@@ -12,7 +12,6 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.priors import as_hyperparameter
@@ -102,7 +101,7 @@ class LeaveOneOutPredictions:
     def training_nll(self) -> Tensor:
         """The network's own mean loss ``−log p(yₙ|f)`` over targets that are not ignored, 0-d float64, in nats."""
         flat, targets, weight = self.likelihood.rows(self.outputs, self.targets)
-        return -(checked_log_density(self.likelihood, flat, targets) * weight).sum() / weight.sum()
+        return -(self.likelihood.log_density(flat, targets) * weight).sum() / weight.sum()
 
 
 def leave_one_out(

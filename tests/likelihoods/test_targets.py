@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, LabelError, NoGainWarning, UnsupportedError
 from laplace_plus.likelihoods import likelihood_from_config
+from laplace_plus.predictive import from_functional
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0]).double()
 MODIFIED = [
@@ -244,5 +245,5 @@ def test_what_is_no_noise():
 @pytest.mark.parametrize("size", [2, 3])
 def test_links_take_half_precision(link, size):
     mean, covariance = torch.randn(5, size).bfloat16(), torch.eye(size).expand(5, size, size).bfloat16()
-    found = lp.Categorical().predict(mean, covariance, link=link).mean
+    found = from_functional(lp.Categorical(), mean, covariance, link=link).mean
     torch.testing.assert_close(found, lp.Categorical().predict(mean.float(), covariance.float(), link=link).mean)
