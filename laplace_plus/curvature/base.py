@@ -49,17 +49,6 @@ class Backend(ABC):
         self.kind, self.n_samples = kind, n_samples
 
     @abstractmethod
-    def curvature(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        batch: Batch,
-        structure: Structure,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Curvature, Tensor]:
-        """One batch's curvature and outputs ``[B, *, C]``; UnsupportedError names a combination that can be done."""
-
     def accumulate(
         self,
         total: Curvature | None,
@@ -73,14 +62,12 @@ class Backend(ABC):
         """Add one batch's curvature to a sum in place; None begins one.
 
         Returns:
-            The sum, and the outputs as :meth:`curvature` returns them.
+            The sum, and the batch's outputs ``[B, *, C]``.
 
         Raises:
-            UnsupportedError: As :meth:`curvature`.
+            UnsupportedError: The backend cannot do this combination; it names one that can be done.
             DataError: The network used its parameters differently than in earlier batches; the sum is then spoilt.
         """
-        curvature, outputs = self.curvature(network, likelihood, batch, structure, generator=generator)
-        return curvature if total is None else total.add_(curvature), outputs
 
     def correct(
         self,

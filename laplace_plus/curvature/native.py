@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,10 +39,6 @@ class Native(Backend):
     supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(
         {(kind, name) for kind in KINDS for name in _STRUCTURES} - {("hessian", "KFAC")}
     )
-
-    @override
-    def curvature(self, *args: Any, **options: Any) -> tuple[Curvature, Tensor]:
-        return self.accumulate(None, *args, **options)
 
     @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:

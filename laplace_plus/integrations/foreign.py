@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +76,6 @@ class ForeignBackend(Backend):
             raise self.refusal("has no eigenvalue correction", "eigenvalue_corrected=False", "True")
 
     @override
-    def curvature(self, *args: Any, **options: Any) -> tuple[Curvature, Tensor]:
-        return self.accumulate(None, *args, **options)
-
-    @override
     def accumulate(
         self,
         total: Curvature | None,
@@ -114,7 +109,7 @@ class ForeignBackend(Backend):
             parts = [block.quadratic(weights, layout.gather(vectors)) for layout, block in curvature]
             return torch.stack(parts).double().sum(0)
 
-        native = quadratics(Native().curvature(network, task.likelihood, task.batch, task.structure)[0])
+        native = quadratics(Native().accumulate(None, network, task.likelihood, task.batch, task.structure)[0])
         mine = quadratics(found)
         if not torch.allclose(mine, native, rtol=torch.finfo(vectors.dtype).eps ** 0.5, atol=1e-30):
             got = f"vᵀ H v of {mine.tolist()}"

@@ -88,7 +88,9 @@ class LaplaceEstimator(BaseEstimator):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if isinstance(self.module, BaseEstimator):
-                net = self._skorch(self.module, X, y)
+                net: Any = self.module
+                if not self.prefit:
+                    net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
                 self.module_, decay = net.module_, known_decay(getattr(net, "optimizer_", None))
             else:
                 self.module_ = self._module(X.shape[1], n_outputs)
@@ -116,12 +118,6 @@ class LaplaceEstimator(BaseEstimator):
         else:
             module = copy.deepcopy(module) if isinstance(module, nn.Module) else module(n_features, n_outputs)
         return module if self.device is None else module.to(self.device)
-
-    def _skorch(self, net: Any, X: Array, y: Array) -> Any:
-        """A fitted skorch net: the one that was given, or a copy of it."""
-        if not self.prefit:
-            net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
-        return net
 
 
 class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):

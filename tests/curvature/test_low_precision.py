@@ -55,7 +55,7 @@ def blocks(model: nn.Module, inputs, target: Tensor, sharing: str) -> dict[str, 
     likelihood = Categorical()
     selection = "all" if sharing == "expand" else lambda name, _: "embedding" not in name  # which reduce refuses
     network = Network(model, selection, likelihood.arrange)
-    curvature, _ = Native().curvature(network, likelihood, Batch(inputs, target), KroneckerStructure(sharing))
+    curvature, _ = Native().accumulate(None, network, likelihood, Batch(inputs, target), KroneckerStructure(sharing))
     return {layout.key: whole_tensors(block) for layout, block in curvature}
 
 

@@ -86,7 +86,7 @@ def compute(
     selection: object = "all",
 ) -> Curvature:
     network = Network(model, selection, likelihood.arrange)  # type: ignore[arg-type]
-    curvature, outputs = backend.curvature(network, likelihood, Batch(inputs, targets), STRUCTURES[structure])
+    curvature, outputs = backend.accumulate(None, network, likelihood, Batch(inputs, targets), STRUCTURES[structure])
     torch.testing.assert_close(outputs, network.forward(inputs))
     return curvature
 
