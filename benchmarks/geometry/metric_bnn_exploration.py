@@ -65,7 +65,7 @@ def together(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> tuple[Tensor, 
     directions = draw_directions(walk.n_particles, landscape.vector, 0)
     with exact_arithmetic(landscape.network):  # as in a fit
         found = explore(landscape, directions, walk)
-    return found.deviations[:, -1], landscape.way
+    return found.deviations[:, -1], landscape.first_order.way
 
 
 class OneByOne(LossLandscape):

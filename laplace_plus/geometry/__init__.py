@@ -2,9 +2,8 @@
 
 from laplace_plus.geometry.curvature import estimate_scalar_curvature, scalar_curvature
 from laplace_plus.geometry.diffusion import Diffusion, DiffusionResult, diffuse, noise_field
-from laplace_plus.geometry.geodesic import exponential_map, geodesic
-from laplace_plus.geometry.integration import GeodesicResult, PathStatus
-from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, GraphMetric, Landscape
+from laplace_plus.geometry.geodesic import GeodesicResult, GraphMetric, PathStatus, geodesic
+from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, Landscape
 from laplace_plus.geometry.loss import LossLandscape, kinks
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "PathStatus",
     "diffuse",
     "estimate_scalar_curvature",
-    "exponential_map",
     "geodesic",
     "kinks",
     "noise_field",

@@ -29,17 +29,15 @@ from typing_extensions import override
 
 from laplace_plus import checks, linalg
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.geometry.integration import PathStatus
+from laplace_plus.geometry.geodesic import PathStatus
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.linalg.linear_maps import require_finite
-from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
+from laplace_plus.linalg.null_space import row_space
 from laplace_plus.linalg.operators import Operator
 
 Kind = Literal["image", "kernel", "full"]
 Scheme = Literal["euler_ito", "heun"]
-Backend = Literal["auto", "lanczos", "svd", "lsmr", "alternating"]
-
-_PROJECTIONS = {"lsmr": LSMRProjection(), "alternating": AlternatingProjection()}
+Backend = Literal["auto", "lanczos", "svd", "lsmr"]
 
 _WRITTEN_OUT = 2**24
 """Entries up to which a root of G is written out and decomposed: 128 MiB in float64."""
@@ -56,8 +54,7 @@ class Diffusion:
         rank: Largest number of directions in which G is resolved by Lanczos' method. What it leaves out gets no noise
             from ``"image"``, and the full noise of the prior from the other two kinds.
         backend: How G is decomposed: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; ``"auto"``, the
-            one of these two that suits the size; or, for ``"kernel"`` only, the projections ``"lsmr"`` and
-            ``"alternating"``, which leave nothing out.
+            one of these two that suits the size; or, for ``"kernel"`` only, ``"lsmr"``, which leaves nothing out.
         rtol: Eigenvalues of at most this fraction of the largest count as zero; 1e-10 in float64 and 1e-5 in float32
             by default.
 
@@ -80,7 +77,7 @@ class Diffusion:
         checks.count("rank", self.rank, 1)
         if self.rtol is not None:
             checks.number("rtol", self.rtol, least=0.0, most=1.0)
-        if self.kind != "kernel" and self.backend in _PROJECTIONS:
+        if self.kind != "kernel" and self.backend == "lsmr":
             what, expected = "A projection gives no eigenvalues.", 'kind="kernel", or backend="lanczos" or "svd"'
             raise ConfigurationError(what, expected=expected, got=f"kind={self.kind!r} with backend={self.backend!r}")
 
@@ -158,8 +155,8 @@ def noise_field(
         what = "Diffusions need a proper prior."
         got = f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero"
         raise ConfigurationError(what, expected="a landscape with prior_precision > 0", got=got)
-    if options.backend in _PROJECTIONS:
-        return ProjectedField(landscape, _PROJECTIONS[options.backend])
+    if options.backend == "lsmr":
+        return ProjectedField(landscape)
     return SpectralField(landscape, options, generator)
 
 
@@ -237,17 +234,13 @@ class SpectralField(NoiseField):
 
 
 class ProjectedField(NoiseField):
-    """A projection onto the null space of a root of G, by products with it."""
+    """LSMR's projection onto the null space of a root of G."""
 
-    def __init__(self, landscape: LossLandscape, method: ProjectionMethod):
-        self._landscape, self._method = landscape, method
-        self._unit = landscape.prior_precision.rsqrt()
+    def __init__(self, landscape: LossLandscape):
+        self._landscape, self._unit = landscape, landscape.prior_precision.rsqrt()
 
     @override
     def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
-        landscape, scaling = self._landscape, linalg.Diagonal(self._unit)
-        projector = self._method.prepare(
-            landscape.ggn(point).root() @ scaling,
-            lambda: [landscape.ggn(point, [batch]).root() @ scaling for batch in landscape.data()],
-        )
+        root = self._landscape.ggn(point).root() @ linalg.Diagonal(self._unit)
+        projector = linalg.LSMRProjection().prepare(root, list)
         return projector.project(noise.view(-1, len(point))).value.view(noise.shape) * self._unit

@@ -1,7 +1,12 @@
-"""Loss surfaces ``θ ↦ (θ, L(θ))``: values, gradients and Hessian-vector products of L, and the surface's metric.
+"""Loss surfaces ``θ ↦ (θ, L(θ))``: values, gradients and Hessian-vector products of L at many points together.
 
 :class:`FunctionLandscape` is any function of the parameter vector, and
-:class:`~laplace_plus.geometry.LossLandscape` a network's loss. Both take several points together.
+:class:`~laplace_plus.geometry.LossLandscape` a network's loss.
+
+The derivatives at one point are mapped over the points (``torch.func.vmap``). Where many gradients on batches of one
+shape are to come, the mapped gradient is traced once (``make_fx``) and runs without the Python code around its
+operations: 1.6 to 2.4 times as fast in an exploration of trained networks with two hidden layers of 32 units. Neither
+works for every network. Each is therefore compared with plain backward passes at its first use.
 """
 
 from __future__ import annotations
@@ -9,20 +14,31 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from typing_extensions import override
 
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.network import batches
+from laplace_plus.network.batches import Batch
 
 T = TypeVar("T")
 
 Scalar = Callable[[Tensor], Tensor]
 """From ``[P]`` to a 0-d tensor."""
+
+Way = Literal["recorded", "mapped", "one by one"]
+
+_MANY = 100
+"""Number of gradients from which tracing pays: it takes about as long as 100 gradients of a small network."""
+
+_SHAPES = 8
+"""Number of batch shapes that are traced: a loader of equal batches has two, and tracing many would cost more than it
+saves."""
 
 
 class Derivatives(NamedTuple):
@@ -132,6 +148,62 @@ class Ways:
         return None if verdict is False else found
 
 
+class FirstOrder(Ways):
+    """Gradients of the loss of batches, in the fastest way that proves right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pays = False
+        self._traced: dict[Any, Callable[..., Tensor]] = {}
+
+    @property
+    def way(self) -> Way:
+        """How gradients are computed so far: ``"recorded"`` (traced), ``"mapped"`` or ``"one by one"``."""
+        if self._traced:
+            return "recorded"
+        return "mapped" if self.right.get("mapped", True) else "one by one"
+
+    def expect(self, count: int) -> None:
+        """Tell how many gradients are to come, so that they are traced if this pays."""
+        self._pays = count >= _MANY
+
+    def __call__(self, loss: Callable[[Batch, Tensor], Tensor], scale: float, batch: Batch, points: Tensor) -> Tensor:
+        """Gradients ``[k, P]`` of ``loss(batch, point)``, which depends on nothing else but the ``scale``."""
+        leaves, rebuild = batches.flatten(batch.inputs)
+        tensors = [*leaves, batch.target]
+        key = scale, *((tuple(x.shape), x.dtype) for x in (points, *tensors) if isinstance(x, Tensor))
+        if key in self._traced:
+            return self._traced[key](points, *tensors)
+
+        def mapped(points: Tensor, *tensors: Tensor) -> Tensor:
+            one = partial(loss, Batch(rebuild(tensors[:-1]), tensors[-1]))
+            return torch.func.vmap(torch.func.grad(one))(points).detach()
+
+        def traced() -> Tensor:
+            module = make_fx(mapped)(points, *tensors)
+            module.graph.eliminate_dead_code()  # the loss's value, of which only the gradient is wanted
+            module.recompile()
+            self._traced[key] = module.forward
+            return self._traced[key](points, *tensors)
+
+        def agrees(found: Tensor) -> bool | None:
+            if not bool(torch.isfinite(found).all()):
+                return None
+            ends = [0, len(points) - 1]
+            plain = gradients(partial(loss, batch), points[ends])
+            # Right gradients differ by rounding, which is well below either bound.
+            margin = (1e-6 if points.dtype == torch.float64 else 1e-3) * plain.abs().max()
+            return bool(((found[ends] - plain).abs() <= margin).all())
+
+        if self._pays and len(self._traced) < _SHAPES and all(isinstance(x, Tensor) for x in tensors):
+            found = self.attempt(key, traced, agrees)
+            if found is not None:
+                return found
+            self._traced.pop(key, None)
+        found = self.attempt("mapped", partial(mapped, points, *tensors), agrees)
+        return gradients(partial(loss, batch), points) if found is None else found
+
+
 class SecondOrder(Ways):
     """Gradients with Hessian-vector products of one function, or of a network's loss on different batches.
 
@@ -194,74 +266,3 @@ def two_derivatives(function: Callable[[Tensor], Tensor], points: Tensor, direct
         return Derivatives(first.detach(), zero)
     (products,) = torch.autograd.grad(first, leaves, directions, allow_unused=True, materialize_grads=True)
     return Derivatives(first.detach(), products)
-
-
-@dataclass(frozen=True)
-class GraphMetric:
-    """``M = I + g gᵀ`` at one point, or at several.
-
-    Attributes:
-        gradient: g, ``[..., P]``.
-
-    Example:
-        >>> metric = GraphMetric(torch.tensor([3.0, 0.0]))
-        >>> metric.apply(torch.tensor([1.0, 1.0])), metric.inverse(torch.tensor([10.0, 1.0]))
-        (tensor([10.,  1.]), tensor([1., 1.]))
-    """
-
-    gradient: Tensor
-
-    @property
-    def beta(self) -> Tensor:
-        """``1/(1 + ‖g‖²)``, ``[...]``: one over the determinant."""
-        return 1 / (1 + self.gradient.square().sum(-1))
-
-    def apply(self, vectors: Tensor) -> Tensor:
-        """``M v``, ``[..., P]``."""
-        return vectors + self.gradient * self._slope(vectors)[..., None]
-
-    def inverse(self, vectors: Tensor) -> Tensor:
-        """``M⁻¹ v = v − g (gᵀ v)/(1 + ‖g‖²)``, ``[..., P]``."""
-        return vectors - self.gradient * (self.beta * self._slope(vectors))[..., None]
-
-    def inverse_squared_norm(self, vectors: Tensor) -> Tensor:
-        """``vᵀ M⁻¹ v``, ``[...]``, with the part along the gradient computed apart, since it would cancel."""
-        length = self.gradient.norm(dim=-1)
-        unit = self.gradient / length.clamp(min=torch.finfo(length.dtype).tiny)[..., None]
-        along = (unit * vectors).sum(-1)
-        return (vectors - unit * along[..., None]).square().sum(-1) + self.beta * along.square()
-
-    def inner(self, left: Tensor, right: Tensor) -> Tensor:
-        """``uᵀ M v``, ``[...]``."""
-        return (left * right).sum(-1) + self._slope(left) * self._slope(right)
-
-    def squared_norm(self, vectors: Tensor) -> Tensor:
-        """``vᵀ M v``, ``[...]``: for a curve's velocity its energy, which geodesics keep."""
-        return self.inner(vectors, vectors)
-
-    def norm(self, vectors: Tensor) -> Tensor:
-        """``(vᵀ M v)^½``, ``[...]``: for a curve's velocity its speed along the surface."""
-        return self.squared_norm(vectors).sqrt()
-
-    def refracted(self, vectors: Tensor, beyond: GraphMetric) -> Tensor:
-        """Velocities of geodesics beyond a crease of the surface, where this metric becomes another, ``[..., P]``.
-
-        At a kink of L its gradient jumps from g to ``g + d``, across a hypersurface with the normal d. Laid out flat,
-        the two sides of the surface are one plane, in which a geodesic goes straight on. So its momentum ``M u``
-        changes along d only, and the part of its energy that goes across, ``(dᵀu)²/(dᵀM⁻¹d)``, is the same on both
-        sides. This is the limit of geodesics over ever sharper bends.
-        """
-        jump = beyond.gradient - self.gradient
-        across, momentum = (jump * vectors).sum(-1), self.apply(vectors)
-        normal, wide, narrow = beyond.inverse(jump), beyond.inverse_squared_norm(jump), self.inverse_squared_norm(jump)
-        smallest = torch.finfo(jump.dtype).tiny
-        push = across * (wide / narrow.clamp(min=smallest)).sqrt() - (normal * momentum).sum(-1)
-        return beyond.inverse(momentum) + (push / wide.clamp(min=smallest))[..., None] * normal
-
-    def dense(self) -> Tensor:
-        """M written out, ``[..., P, P]``."""
-        g = self.gradient
-        return torch.eye(g.shape[-1], dtype=g.dtype, device=g.device) + g[..., :, None] * g[..., None, :]
-
-    def _slope(self, vectors: Tensor) -> Tensor:
-        return (self.gradient * vectors).sum(-1)

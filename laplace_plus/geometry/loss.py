@@ -25,8 +25,14 @@ from laplace_plus import checks
 from laplace_plus.curvature.operators import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import SmoothnessWarning, UnsupportedError, warn
-from laplace_plus.geometry.gradients import FirstOrder, Way
-from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
+from laplace_plus.geometry.landscape import (
+    Derivatives,
+    FirstOrder,
+    Landscape,
+    SecondOrder,
+    gradients,
+    two_derivatives,
+)
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.linalg import draw_probes, lanczos
 from laplace_plus.network import batches
@@ -67,6 +73,8 @@ class LossLandscape(Landscape):
         linearized: As given.
         prior_precision: P₀'s diagonal, ``[P]``.
         vector: θ̂, the network's weights, ``[P]``.
+        first_order: What computes gradients: ``expect(count)`` tells it how many are to come, so that they are traced
+            if this pays, and ``way`` is how it does so.
         n_data: Number of examples.
         checksum: A sum over the data that differs for other data; a subset keeps that of the whole.
         scale: Factor on the log-likelihood besides the temperature: 1, or N/B for a subset of B of N examples.
@@ -106,7 +114,7 @@ class LossLandscape(Landscape):
         self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
         self.network = self._stream.network
         self._temperature = float(torch.as_tensor(temperature, dtype=torch.float64).detach())
-        self._first_order, self._second_order = FirstOrder(), SecondOrder()  # shared by the subsets, which are copies
+        self.first_order, self._second_order = FirstOrder(), SecondOrder()  # shared by the subsets, which are copies
         self._kept = self._survey()
         self.n_data, self.checksum = self._stream.n_data, self._stream.checksum
         self.vector = self.network.vector()
@@ -234,17 +242,8 @@ class LossLandscape(Landscape):
                     outputs = line.outputs + line.push(points[some] - self.vector)
                     result[some] += line.pull(gradients(partial(self._loss, batch.target), outputs))
                 else:
-                    result[some] += self._first_order(self._differentiable_loss, self.scale, batch, points[some])
+                    result[some] += self.first_order(self._differentiable_loss, self.scale, batch, points[some])
         return result
-
-    @property
-    def way(self) -> Way:
-        """How gradients are computed so far: ``"recorded"`` (traced), ``"mapped"`` or ``"one by one"``."""
-        return self._first_order.way
-
-    def expect(self, count: int) -> None:
-        """Tell how many gradients are to come, so that they are traced if this pays."""
-        self._first_order.expect(count)
 
     @override
     def derivatives(self, points: Tensor, directions: Tensor) -> Derivatives:
@@ -284,24 +283,22 @@ class LossLandscape(Landscape):
         moved = MovedNetwork(self.network, point)
         return GGNOperator(moved, self.likelihood, data, chunk_size=self._stream.chunk_size)
 
-    def largest_curvature(self, point: Tensor, *, prior: bool = True) -> float:
-        """The largest eigenvalue of L's Gauss-Newton matrix at ``point [P]``, with the ``prior``'s part or without.
+    def largest_curvature(self, point: Tensor) -> float:
+        """The largest eigenvalue of L's Gauss-Newton matrix at ``point [P]``.
 
         By 12 steps of Lanczos' method, which approach it from below. The Hessian takes the matrix's place where a
         log-density is not concave.
         """
         source = torch.Generator().manual_seed(0)
         start = draw_probes("gaussian", 1, len(point), generator=source, dtype=point.dtype, device=point.device)[0]
-        own = self.prior_precision if prior else 0.0
 
         def hessian_products(vectors: Tensor) -> Tensor:
             rows = vectors.reshape(-1, len(point))
-            whole = self.derivatives(point.expand_as(rows), rows).products.view(vectors.shape)
-            return whole - (self.prior_precision - own) * vectors
+            return self.derivatives(point.expand_as(rows), rows).products.view(vectors.shape)
 
         try:
             ggn = self.ggn(point)
-            found = lanczos(lambda v: ggn(v) * self.likelihood_weight + own * v, start, _LANCZOS_STEPS)
+            found = lanczos(lambda v: ggn(v) * self.likelihood_weight + self.prior_precision * v, start, _LANCZOS_STEPS)
         except UnsupportedError:
             found = lanczos(hessian_products, start, _LANCZOS_STEPS)
         return float(torch.linalg.eigvalsh(found.tridiagonal().double())[-1])

@@ -18,7 +18,6 @@ from laplace_plus.geometry import (
     GraphMetric,
     LossLandscape,
     PathStatus,
-    exponential_map,
     geodesic,
 )
 
@@ -51,7 +50,7 @@ def network_landscape(**options):
 def test_metric_is_that_of_the_graph():
     g, u, v = vectors(4, 5), vectors(4, 5, 1), vectors(4, 5, 2)
     metric = GraphMetric(g)
-    dense = metric.dense()
+    dense = torch.eye(5, dtype=DTYPE) + g[:, :, None] * g[:, None, :]
     torch.testing.assert_close(metric.apply(u), (dense @ u[..., None]).squeeze(-1))
     torch.testing.assert_close(metric.inverse(u), torch.linalg.solve(dense, u))
     torch.testing.assert_close(metric.inner(u, v), torch.einsum("ki,kij,kj->k", u, dense, v))
@@ -77,7 +76,7 @@ def test_refraction_keeps_what_goes_along_a_crease():
 
 def test_energy_is_kept():
     landscape = network_landscape()
-    result = exponential_map(landscape, landscape.vector, vectors(3, 17, scale=0.4), **TIGHT)
+    result = geodesic(landscape, landscape.vector, vectors(3, 17, scale=0.4), **TIGHT)
     assert result.arrived.all()
     metric = GraphMetric(landscape.gradient(result.endpoint))
     torch.testing.assert_close(metric.squared_norm(result.velocity), result.energy, rtol=1e-6, atol=0)
@@ -88,8 +87,8 @@ def test_energy_is_kept():
 
 def test_going_back_leads_to_the_start():
     start, v = vectors(1, 4)[0], vectors(2, 4, 1, scale=0.4)
-    there = exponential_map(wavy, start, v, **TIGHT)
-    back = exponential_map(wavy, there.endpoint, -there.velocity, **TIGHT)
+    there = geodesic(wavy, start, v, **TIGHT)
+    back = geodesic(wavy, there.endpoint, -there.velocity, **TIGHT)
     torch.testing.assert_close(back.endpoint, start.expand(2, -1), rtol=0, atol=1e-6)
     torch.testing.assert_close(back.velocity, -v, rtol=0, atol=1e-6)
 
@@ -99,7 +98,7 @@ def test_velocities_scale_time():
     times = torch.tensor([0.25, 0.6, 1.0], dtype=DTYPE)
     path = geodesic(wavy, start, v, times, **TIGHT).path
     for number, time in enumerate(times):
-        scaled = exponential_map(wavy, start, time * v, **TIGHT).endpoint
+        scaled = geodesic(wavy, start, time * v, **TIGHT).endpoint
         torch.testing.assert_close(path[:, number], scaled, rtol=0, atol=1e-6)
 
 
@@ -114,14 +113,14 @@ def test_small_steps_are_straight(stationary, order):
     v = vectors(1, 4, 3)
     errors = []
     for size in (0.02, 0.01):
-        end = exponential_map(loss, start, size * v, rtol=1e-12, atol=1e-14).endpoint
+        end = geodesic(loss, start, size * v, rtol=1e-12, atol=1e-14).endpoint
         errors.append(float((end - start - size * v).norm()))
     assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.15)
 
 
 def test_no_velocity_stays():
     start = vectors(1, 4)[0]
-    assert torch.equal(exponential_map(wavy, start, torch.zeros(2, 4, dtype=DTYPE)).endpoint, start.expand(2, -1))
+    assert torch.equal(geodesic(wavy, start, torch.zeros(2, 4, dtype=DTYPE)).endpoint, start.expand(2, -1))
 
 
 @pytest.mark.parametrize(
@@ -133,14 +132,14 @@ def test_no_velocity_stays():
 )
 def test_straight_lines(loss, velocity):
     start, v = torch.zeros(2, dtype=DTYPE), torch.tensor([velocity], dtype=DTYPE)
-    result = exponential_map(loss, start, v)
+    result = geodesic(loss, start, v)
     torch.testing.assert_close(result.endpoint, v, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("a", [0.5, 3.0])
 def test_bowl_is_radial(a):
     v = vectors(4, 5)
-    result = exponential_map(lambda p: a * p.square().sum() / 2, torch.zeros(5, dtype=DTYPE), v, **TIGHT)
+    result = geodesic(lambda p: a * p.square().sum() / 2, torch.zeros(5, dtype=DTYPE), v, **TIGHT)
     rho = result.endpoint.norm(dim=1)
     length = (rho * (1 + a**2 * rho**2).sqrt() + torch.asinh(a * rho) / a) / 2
     torch.testing.assert_close(length, v.norm(dim=1), rtol=1e-6, atol=0)
@@ -152,7 +151,7 @@ def test_one_dimension_is_arc_length():
         return 3 * math.cos(3 * x) + 2 * x
 
     start, velocities = 0.2, [1.7, -0.9]
-    ends = exponential_map(
+    ends = geodesic(
         lambda p: (3 * p).sin().sum() + p.square().sum(),
         torch.tensor([start], dtype=DTYPE),
         torch.tensor(velocities, dtype=DTYPE)[:, None],
@@ -166,8 +165,8 @@ def test_one_dimension_is_arc_length():
 def test_equivariance():
     turn, _ = torch.linalg.qr(vectors(4, 4, 5))
     shift, start, v = vectors(1, 4, 6)[0], vectors(1, 4)[0], vectors(2, 4, 1, scale=0.4)
-    plain = exponential_map(wavy, start, v, **TIGHT).endpoint
-    moved = exponential_map(lambda p: wavy(turn.T @ (p - shift)), turn @ start + shift, v @ turn.T, **TIGHT).endpoint
+    plain = geodesic(wavy, start, v, **TIGHT).endpoint
+    moved = geodesic(lambda p: wavy(turn.T @ (p - shift)), turn @ start + shift, v @ turn.T, **TIGHT).endpoint
     torch.testing.assert_close(moved, plain @ turn.T + shift, rtol=0, atol=1e-6)
 
 
@@ -178,7 +177,7 @@ def test_linearized_is_the_same_on_a_linear_model():
     ends = []
     for linearized in (False, True):
         landscape = LossLandscape(net, "classification", [(x, y)], linearized=linearized)
-        ends.append(exponential_map(landscape, landscape.vector, v, **TIGHT).endpoint)
+        ends.append(geodesic(landscape, landscape.vector, v, **TIGHT).endpoint)
     torch.testing.assert_close(*ends, rtol=0, atol=1e-7)
 
 
@@ -187,7 +186,7 @@ def test_linearized_is_the_same_on_a_linear_model():
 
 def test_agrees_with_scipy():
     start, v = vectors(1, 4)[0], vectors(2, 4, 1, scale=0.4)
-    ours = exponential_map(wavy, start, v, **TIGHT)
+    ours = geodesic(wavy, start, v, **TIGHT)
     surface = FunctionLandscape(wavy)
 
     def function(t, state):
@@ -202,10 +201,10 @@ def test_agrees_with_scipy():
 
 def test_tolerances_are_met():
     start, v = vectors(1, 4)[0], vectors(2, 4, 1, scale=0.5)
-    exact = exponential_map(wavy, start, v, **TIGHT).endpoint
+    exact = geodesic(wavy, start, v, **TIGHT).endpoint
     errors, costs = [], []
     for tolerance in (1e-3, 1e-5):
-        found = exponential_map(wavy, start, v, rtol=tolerance, atol=tolerance)
+        found = geodesic(wavy, start, v, rtol=tolerance, atol=tolerance)
         errors.append(float((found.endpoint - exact).abs().max()))
         costs.append(int(found.n_evaluations.sum()))
     assert errors[0] < 5e-2 and errors[1] < 1e-3
@@ -239,20 +238,20 @@ def test_defaults_end_within_a_thousandth_of_a_tight_solve(surface):
         landscape = LossLandscape(net, *given, prior_precision=1.0)
         tangent = lp.Full(net, given[0], prior_precision=1.0).fit(given[1])
         start, v = landscape.vector, tangent.sample(2, generator=torch.Generator().manual_seed(1)) - tangent.mean
-    exact = exponential_map(landscape, start, v, **TIGHT)
+    exact = geodesic(landscape, start, v, **TIGHT)
     sampling = {name: getattr(lp.ExponentialMap(), name) for name in ("rtol", "atol", "max_energy_change")}
     for options in ({}, sampling):
-        found = exponential_map(landscape, start, v, **options)
+        found = geodesic(landscape, start, v, **options)
         assert exact.arrived.all() and found.n_evaluations.sum() < exact.n_evaluations.sum()
         assert (found.endpoint - exact.endpoint).norm(dim=1).max() < 1e-3
 
 
 def test_each_sample_has_its_own_steps():
     start, v = vectors(1, 4)[0], torch.cat([vectors(1, 4, 1, scale=0.01), vectors(1, 4, 2, scale=5.0)])
-    together = exponential_map(wavy, start, v)
+    together = geodesic(wavy, start, v)
     assert together.n_evaluations[0] < together.n_evaluations[1]
     for row in range(2):
-        alone = exponential_map(wavy, start, v[row : row + 1])
+        alone = geodesic(wavy, start, v[row : row + 1])
         assert alone.n_evaluations[0] == together.n_evaluations[row]
         torch.testing.assert_close(alone.endpoint[0], together.endpoint[row], rtol=0, atol=1e-12)
 
@@ -260,12 +259,12 @@ def test_each_sample_has_its_own_steps():
 def test_single_precision():
     landscape = network_landscape()
     v = vectors(3, 17, scale=0.5)
-    exact = exponential_map(landscape, landscape.vector, v, rtol=1e-5, atol=1e-5).endpoint
+    exact = geodesic(landscape, landscape.vector, v, rtol=1e-5, atol=1e-5).endpoint
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
     x, y = vectors(12, 2, seed=1).float(), torch.arange(12) % 2
     single = LossLandscape(net, "classification", [(x, y)])
-    found = exponential_map(single, landscape.vector.float(), v.float())
+    found = geodesic(single, landscape.vector.float(), v.float())
     assert found.endpoint.dtype == torch.float32 and found.arrived.all()
     torch.testing.assert_close(found.endpoint.double(), exact, rtol=0, atol=2e-3)
 
@@ -275,11 +274,11 @@ def test_single_precision():
 
 def test_caps_mark_the_sample_alone():
     start, v = torch.zeros(4, dtype=DTYPE), torch.cat([vectors(1, 4, 1, scale=0.01), vectors(1, 4, 2, scale=5.0)])
-    result = exponential_map(wavy, start, v, max_evaluations=40)
+    result = geodesic(wavy, start, v, max_evaluations=40)
     assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.TOO_MANY_EVALUATIONS]
     assert result.n_evaluations.max() <= 40
     assert torch.isfinite(result.endpoint[0]).all() and torch.isnan(result.endpoint[1]).all()
-    assert torch.isnan(result.velocity[1]).all() and 0 < result.reached[1] < 1
+    assert torch.isnan(result.velocity[1]).all()
 
 
 def test_a_great_circle_and_its_end():
@@ -289,20 +288,20 @@ def test_a_great_circle_and_its_end():
     def hemisphere(p):
         return -(1 - p.square().sum()).sqrt()
 
-    result = exponential_map(hemisphere, start, v, max_evaluations=300)
+    result = geodesic(hemisphere, start, v, max_evaluations=300)
     torch.testing.assert_close(result.endpoint[0], v[0] / 0.5 * math.sin(0.5), rtol=0, atol=1e-4)
     assert result.statuses[1] != PathStatus.ARRIVED and torch.isnan(result.endpoint[1]).all()
 
 
 def test_leaving_the_domain_is_marked():
     v = torch.tensor([[0.5], [3.0]], dtype=DTYPE)
-    result = exponential_map(lambda p: ((1 - p) ** 2.5).sum(), torch.zeros(1, dtype=DTYPE), v)
+    result = geodesic(lambda p: ((1 - p) ** 2.5).sum(), torch.zeros(1, dtype=DTYPE), v)
     assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.NOT_FINITE]
-    assert torch.isnan(result.endpoint[1]).all() and 0 < result.reached[1] < 1
+    assert torch.isnan(result.endpoint[1]).all()
 
 
 def test_not_finite_at_the_start_is_marked():
-    result = exponential_map(lambda p: p.log().sum(), torch.tensor([[1.0], [0.0]]), torch.ones(2, 1))
+    result = geodesic(lambda p: p.log().sum(), torch.tensor([[1.0], [0.0]]), torch.ones(2, 1))
     assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.NOT_FINITE]
 
 
@@ -316,7 +315,7 @@ def test_creases_are_crossed_by_the_shortest_way(lift):
     slope, normal, offset = torch.tensor([0.7, -0.2, 0.4]), torch.tensor([1.0, 0.5, -0.3]), 0.25
     loss = folded(slope.double(), normal.double(), lift, offset)
     start, v = torch.zeros(3, dtype=DTYPE), torch.tensor([[0.9, 0.8, 0.6], [-0.9, 0.1, 0.2]], dtype=DTYPE)
-    result = exponential_map(loss, start, v)
+    result = geodesic(loss, start, v)
     assert result.arrived.all() and result.n_creases.tolist() == [1, 0]
     torch.testing.assert_close(result.endpoint[1], v[1])  # that plane has no end on this side
 
@@ -347,24 +346,24 @@ def test_creases_over_which_the_energy_would_not_jump_are_crossed_the_same_way()
     # Straight on, the slope along the way goes from −2 to 2.
     slope, normal = torch.tensor([-2.0, 0.0], dtype=DTYPE), torch.tensor([2.0, 2.0], dtype=DTYPE)
     start, v = torch.zeros(2, dtype=DTYPE), torch.ones(1, 2, dtype=DTYPE)
-    result = exponential_map(folded(slope, normal, 1.0, 0.5), start, v)
+    result = geodesic(folded(slope, normal, 1.0, 0.5), start, v)
     assert result.n_creases.item() == 1
     torch.testing.assert_close(result.endpoint[0], torch.tensor([13 / 6, -1 / 6], dtype=DTYPE), rtol=0, atol=1e-4)
 
     def bend(p):
         return p @ slope + nn.functional.softplus(1000 * (p @ normal - 0.5)) / 1000
 
-    smooth = exponential_map(bend, start, v)  # so sharp that ordinary steps would not see it
+    smooth = geodesic(bend, start, v)  # so sharp that ordinary steps would not see it
     torch.testing.assert_close(smooth.endpoint, result.endpoint, rtol=0, atol=5e-3)
 
 
 def test_creases_are_limits_of_sharp_bends():
     slope, normal = torch.tensor([0.7, -0.2], dtype=DTYPE), torch.tensor([1.0, 0.5], dtype=DTYPE)
     start, v = torch.zeros(2, dtype=DTYPE), torch.tensor([[0.9, 0.2]], dtype=DTYPE)
-    crease = exponential_map(folded(slope, normal, 2.0, 0.25), start, v, **TIGHT)
+    crease = geodesic(folded(slope, normal, 2.0, 0.25), start, v, **TIGHT)
     misses = []
     for sharpness in (30.0, 300.0):
-        bend = exponential_map(
+        bend = geodesic(
             lambda p, k=sharpness: p @ slope + 2.0 * nn.functional.softplus(k * (p @ normal - 0.25)) / k,
             start,
             v,
@@ -382,7 +381,7 @@ def test_geodesics_of_rectified_networks_arrive(dtype):
     x, y = vectors(8, 2, seed=1), torch.arange(8) % 2
     landscape = LossLandscape(net, "classification", [(4 * x.to(dtype), y)], prior_precision=0.1)
     start = landscape.vector
-    result = exponential_map(landscape, start, vectors(5, len(start), seed=2, scale=0.5).to(dtype))
+    result = geodesic(landscape, start, vectors(5, len(start), seed=2, scale=0.5).to(dtype))
     assert result.arrived.all() and (result.n_creases > 0).any()
     metric = GraphMetric(landscape.derivatives(result.endpoint, result.velocity).gradients)
     torch.testing.assert_close(metric.squared_norm(result.velocity), result.energy, rtol=1e-3, atol=0)
@@ -391,7 +390,7 @@ def test_geodesics_of_rectified_networks_arrive(dtype):
 def test_any_change_of_energy_may_be_allowed():
     v, start = torch.tensor([[2.0]], dtype=DTYPE), torch.tensor([-0.5], dtype=DTYPE)
     for allowed in (0.1, math.inf):
-        result = exponential_map(lambda p: (3 * p).relu().sum(), start, v, max_energy_change=allowed)
+        result = geodesic(lambda p: (3 * p).relu().sum(), start, v, max_energy_change=allowed)
         torch.testing.assert_close(result.velocity, v / 10**0.5)  # the speed along the graph is the same beyond it
         assert result.n_creases.item() == (allowed < 1)
 
@@ -419,6 +418,6 @@ def test_bad_arguments_are_refused(bad):
 def test_one_landscape_for_each_geodesic():
     surfaces = [FunctionLandscape(lambda p, a=a: a * p.square().sum()) for a in (0.1, 2.0)]
     start, v = torch.zeros(2, dtype=DTYPE), vectors(2, 2)
-    both = exponential_map(surfaces, start, v).endpoint
+    both = geodesic(surfaces, start, v).endpoint
     for row, surface in enumerate(surfaces):
-        torch.testing.assert_close(both[row], exponential_map(surface, start, v[row : row + 1]).endpoint[0])
+        torch.testing.assert_close(both[row], geodesic(surface, start, v[row : row + 1]).endpoint[0])

@@ -119,7 +119,7 @@ def test_particles_together_go_where_each_goes_alone():
     for chunk_size in (2, 16):
         landscape = LossLandscape(net, "classification", data, prior_precision=0.02 * 20, chunk_size=chunk_size)
         found = explore(landscape, directions, walk)
-        assert landscape.way == "recorded"
+        assert landscape.first_order.way == "recorded"
         torch.testing.assert_close(found.deviations[:, -1], alone, rtol=0, atol=1e-10)
 
 

@@ -114,7 +114,7 @@ def explore(
     """
     start, refinement = landscape.vector, _Refinement(landscape, walk, seed)
     curvature, slope = refinement.measure()
-    landscape.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
+    landscape.first_order.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
     rate = slowest = _learning_rate(walk, curvature)
     position, rates = torch.zeros_like(directions), start.new_full((len(directions),), rate)
     deviations = start.new_empty(len(directions), walk.n_steps, len(start))

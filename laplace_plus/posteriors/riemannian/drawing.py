@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
+from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, geodesic, noise_field
 from laplace_plus.geometry.geodesic import check_settings
 from laplace_plus.linalg import draw_probes
 from laplace_plus.persistence import stored
@@ -148,7 +148,7 @@ def _by_geodesics(
         orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         surface = landscape.subsets([order[: method.minibatch] for order in orders])
     options = {name: getattr(method, name) for name in ("rtol", "atol", "max_evaluations", "max_energy_change")}
-    found = exponential_map(surface, start, velocities, **options)
+    found = geodesic(surface, start, velocities, **options)
     return _Paths(found.endpoint, found.statuses, found.n_evaluations, found.energy_drift)
 
 

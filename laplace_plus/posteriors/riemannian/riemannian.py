@@ -23,7 +23,7 @@ from laplace_plus import checks
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, warn
 from laplace_plus.geometry import LossLandscape, PathStatus
-from laplace_plus.geometry.integration import failures
+from laplace_plus.geometry.geodesic import failures
 from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
