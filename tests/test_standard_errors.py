@@ -88,7 +88,7 @@ def curvatures() -> Pairs:
     return estimates(lambda g: estimate_scalar_curvature(surface, point, probes=40, generator=g), exact)
 
 
-def dimensions(estimator: str) -> Pairs:
+def dimensions() -> Pairs:
     net = network()
     exact = lp.Full(net, "classification").fit(DATA)
     covariance = exact.covariance_matrix()
@@ -96,7 +96,7 @@ def dimensions(estimator: str) -> Pairs:
     k = 30
     for seed in range(FITS):
         posterior = lp.SampledLaplace(net, "classification", n_samples=k, solver=lp.CGSolver(tolerance=1e-8))
-        found = posterior.fit(DATA, generator=seeded(seed)).effective_dimension(estimator)
+        found = posterior.fit(DATA, generator=seeded(seed)).effective_dimension()
         yield found.value - gamma, found.sem, k
 
 
@@ -151,9 +151,7 @@ ESTIMATES: dict[str, tuple[Callable[[], Pairs], float]] = {  # and the largest c
     "slq_logdet": (log_determinants, 0.97),
     "slq_trace": (spectral_traces, 0.97),
     "scalar curvature": (curvatures, 0.97),
-    "effective dimension, ratio": (lambda: dimensions("ratio"), 0.97),
-    "effective dimension, function": (lambda: dimensions("function"), 0.97),
-    "effective dimension, weight": (lambda: dimensions("weight"), 0.97),
+    "effective dimension": (dimensions, 0.97),
     "NullSpace.null_space_dimension": (kernel_dimensions, 0.97),
     "LowRank.remainder": (remainders, 0.97),
     "LowRank.remainder, 30 vectors": (lambda: remainders(remainder_probes=30), 0.97),

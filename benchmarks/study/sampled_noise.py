@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import laplace_plus as lp
 from benchmarks.study.methods import Task
 from benchmarks.study.rows import Row, Rows, said, script, section_of, table, task_of
-from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension
 
 BATCHES = (1, 4, 16, 64, 256)
 ESTIMATORS = ("function", "weight", "ratio")
@@ -103,12 +102,8 @@ def measured(task: Task, tangents: list[Tangent], times: float) -> Row:
     function, weight = pushed.square().sum(0), precision * z.square().sum(0)
     share = own.share(precision)
     predicted = {"function": share, "weight": 1 - share, "ratio": share - share.mean()}
-    for name in ESTIMATORS:
-        one = [
-            effective_dimension(a.double().view(1, 1), b.double().view(1, 1), torch.tensor([size]), name).value.item()
-            for a, b in zip(function, weight, strict=True)
-        ]
-        values = torch.tensor(one)
+    estimates = {"function": function, "weight": size - weight, "ratio": size * function / (function + weight)}
+    for name, values in ((name, estimates[name].double().clamp(0, size)) for name in ESTIMATORS):
         found[name] = [float(values.mean()), float(values.std()), float((2 * predicted[name].square().sum()).sqrt())]
     single = lp.SampledLaplace(task.model, "classification", n_samples=1, prior_precision=precision)
     single.fit(task.train, generator=torch.Generator().manual_seed(1))

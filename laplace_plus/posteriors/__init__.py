@@ -14,7 +14,8 @@ from laplace_plus.posteriors.public import Summary
 from laplace_plus.posteriors.registry import get_posterior, register
 from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
 from laplace_plus.posteriors.riemannian.riemannian import Riemannian
-from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
+from laplace_plus.posteriors.sampled.sampled_laplace import SampledLaplace
+from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.state import GaussianState, State
 from laplace_plus.posteriors.storing import load, load_state_dict, state_dict

@@ -89,13 +89,13 @@ def test_the_effective_dimension_is_that_of_the_dense_matrices():
     )
     full = dense(model, "classification", data)
     exact = posterior.n_parameters - full.covariance_matrix().diagonal().sum()  # the prior precision is 1
-    for estimator in ("ratio", "function", "weight"):
-        found = posterior.effective_dimension(estimator)
-        assert abs(float(found.value - exact)) < 4 * float(found.sem) + 0.05
-    by_layer = posterior.report.by_layer
+    found = posterior.effective_dimension()
+    assert abs(float(found.value - exact)) < 4 * float(found.sem)
+    posterior.fit_prior_precision(structure="layerwise", max_steps=1, tolerance=10)  # at the precision of the fit
+    (by_layer,) = posterior.tuning.steps
     variances = torch.stack([full.variance()[:12].sum(), full.variance()[12:].sum()])
     expected = torch.tensor([12.0, 15.0], dtype=torch.float64) - variances
-    assert ((by_layer.value - expected).abs() < 4 * by_layer.sem).all()
+    assert ((by_layer.effective_dimension - expected).abs() < 4 * by_layer.sem).all()
 
 
 def test_predictions_are_those_of_the_samples():
@@ -123,8 +123,9 @@ def test_predictions_are_those_of_the_samples():
     torch.testing.assert_close(sampled, (mean + draws).softmax(-1).mean(0), rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("size", [60, 16])
-@pytest.mark.parametrize("solver", ["cg", "sgd"])
+@pytest.mark.parametrize(
+    ("solver", "size"), [("cg", 60), ("cg", 16), ("sgd", 60), pytest.param("sgd", 16, marks=pytest.mark.slow)]
+)
 def test_sixty_points_are_enough_for_every_solver(solver, size):
     """``E[zᵀ H z] = P`` for the exact H. Descent had given .002 P, as it began at zero and took ten steps.
 
@@ -166,7 +167,7 @@ def test_more_samples_than_were_solved_for_have_their_covariance():
 def test_descent_and_conjugate_gradients_find_the_same_samples():
     model, data = linear()
     whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
-    one = lp.SGDSolver(epochs=90, final_learning_rate=0.5, tolerance=1e-4)
+    one = lp.SGDSolver(epochs=90, tolerance=1e-4)
     several = lp.SGDSolver(epochs=40, tolerance=0.02)  # the last of the four batches is smaller than the others
     for batches, solver, error in ((whole, one, 1e-4), (data, several, 0.02)):
         exact = lp.SampledLaplace(model, "regression", solver=TIGHT).fit(batches, generator=generator()).samples
@@ -217,15 +218,14 @@ def grouped():
     return nn.Linear(30, 1, bias=False).double(), [(x[:70], y[:70]), (x[70:], y[70:])], groups
 
 
-@pytest.mark.parametrize("method", ["mackay", pytest.param("em", marks=pytest.mark.slow)])
-def test_the_fixed_point_is_that_of_the_dense_evidence(method):
+def test_the_fixed_point_is_that_of_the_dense_evidence():
     model, data, groups = grouped()
     exact, noise = mackay(dense(model, "regression", data), groups)
     posterior = lp.SampledLaplace(
         model, "regression", n_samples=200, chunk_size=200, solver=lp.CGSolver(tolerance=1e-5)
     )
     posterior.fit(data, generator=generator())
-    posterior.fit_prior_precision(method, groups, tolerance=1e-4, max_steps=100, optimum_tolerance=1e-8)
+    posterior.fit_prior_precision("mackay", groups, tolerance=1e-4, max_steps=100, optimum_tolerance=1e-8)
     assert posterior.tuning.converged
     assert posterior.prior_groups is groups
     step = posterior.tuning.steps[-1]
@@ -281,9 +281,6 @@ def test_changed_noise_and_temperature_reach_the_samples():
     assert not torch.allclose(posterior.samples, before, atol=1e-2)
 
 
-# -- interruption ---------------------------------------------------------------------------------------------------
-
-
 # -- what the samples hold for --------------------------------------------------------------------------------------
 
 
@@ -294,42 +291,24 @@ def sampled(**options):
     )
 
 
-def tuned(method, **options):
+def test_steps_that_end_far_from_the_fixed_point_are_no_convergence():
     """A linear regression of which the data determine few of the parameters."""
     scales = torch.arange(1, 31, dtype=torch.float64) ** -2.0
-    x = torch.randn(60, 30, generator=generator(), dtype=torch.float64) * scales
-    y = x @ torch.randn(30, 1, generator=generator(2), dtype=torch.float64)
-    y = y + 0.3 * torch.randn(60, 1, generator=generator(3), dtype=torch.float64)
+    x = randn(60, 30) * scales
+    y = x @ randn(30, 1, seed=2) + 0.3 * randn(60, 1, seed=3)
     posterior = lp.SampledLaplace(
-        nn.Linear(30, 1, bias=False).double(),
-        lp.Gaussian(0.3),
-        n_samples=8,
-        chunk_size=8,
-        prior_precision=0.05,
-        solver=lp.CGSolver(tolerance=1e-6),
+        nn.Linear(30, 1, bias=False).double(), lp.Gaussian(0.3), n_samples=8, prior_precision=0.05, solver=TIGHT
     ).fit([(x, y)], generator=generator())
-    return posterior.fit_prior_precision(method, tune_noise=False, optimum_tolerance=1e-6, **options)
-
-
-@pytest.mark.slow
-def test_both_methods_agree_where_they_have_converged():
-    mackay, em = (tuned(method, max_steps=300, tolerance=1e-2) for method in ("mackay", "em"))
-    assert abs(float((em.prior_precision / mackay.prior_precision).log())) < 0.03
-    assert len(em.tuning.steps) > 2 * len(mackay.tuning.steps)
-    for posterior in (mackay, em):
-        last, before = posterior.tuning.steps[-1], posterior.tuning.steps[-2].prior_precision
-        residual = (last.effective_dimension / (before * last.squared_norm)).log().abs().max()
-        assert posterior.tuning.converged and posterior.tuning.residual == pytest.approx(float(residual))
-
-
-@pytest.mark.slow
-def test_short_steps_far_from_the_fixed_point_are_not_convergence():
+    options = {"tune_noise": False, "optimum_tolerance": 1e-6, "tolerance": 1e-2}
     with pytest.warns(ConvergenceWarning, match="residual"):
-        posterior = tuned("em", max_steps=5, tolerance=0.3)
-    steps = posterior.tuning.steps
-    moved = (steps[-1].prior_precision / steps[-2].prior_precision).log().abs().max()
-    assert moved < 0.3 < posterior.tuning.residual
-    assert not posterior.tuning.converged
+        posterior.fit_prior_precision(max_steps=1, **options)
+    assert not posterior.tuning.converged and posterior.tuning.residual > 1e-2
+    posterior.fit_prior_precision(max_steps=50, **options)
+    last, before = posterior.tuning.steps[-1], posterior.tuning.steps[-2].prior_precision
+    dense_model = dense(posterior.network.model, lp.Gaussian(0.3), [(x, y)], prior_precision=float(before))
+    squares = torch.linalg.solve(dense_model.precision_matrix(), (x.T @ y)[:, 0] / 0.09).square().sum()
+    residual = (last.effective_dimension / (before * squares)).log().abs().max()
+    assert posterior.tuning.converged and posterior.tuning.residual == pytest.approx(float(residual), abs=1e-3)
 
 
 @pytest.mark.slow
@@ -468,5 +447,3 @@ def test_what_cannot_be_is_refused(fitted):
         lp.SampledLaplace(deep()[0], "classification").fit(bad)
     with pytest.raises(UnsupportedError, match="SampledLaplace cannot be updated"):
         posterior.update(data)
-    with pytest.raises(ConfigurationError, match="estimator"):
-        posterior.effective_dimension("median")

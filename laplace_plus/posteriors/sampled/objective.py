@@ -17,6 +17,11 @@ classes (Antorán et al., "Sampling-based inference for large linear models, wit
 
 whose smallest eigenvalue is at least 1: an error is never larger than its residual. The draws ξ and ``Φᵀ B^½ η`` do not
 depend on the prior, and serve for any other one.
+
+The samples also give the effective dimension ``γ = tr(H⁻¹ M)``, ``M = Φᵀ B Φ``: ``E zᵀ M z`` and ``d − E zᵀ A z`` are γ
+(Antorán et al., 2023), with variances ``2 Σ p_i²`` and ``2 Σ (1 − p_i)²`` for the eigenvalues p of ``H^-½ M H^-½``. The
+ratio ``d · zᵀMz / (zᵀMz + zᵀAz)``, which is taken here, has about ``2 Σ (p_i − p̄)²``, the smallest of the three
+wherever γ lies between 0 and d, where it always stays.
 """
 
 from __future__ import annotations
@@ -34,18 +39,16 @@ from laplace_plus.curvature import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import doubt_logits
-from laplace_plus.linalg import Operator
-from laplace_plus.linalg.estimates import draw_probes
+from laplace_plus.linalg import Estimate, Operator
+from laplace_plus.linalg.estimates import draw_probes, jackknife, standard_error
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.sampled.effective_dimension import group_sums
+
+stored(Estimate)
 
 Rows = Callable[[Tensor], Tensor]
 """A linear function of row vectors ``[k, n]``."""
-
-_FEW = 2**24
-"""Data times parameters up to which all data may come as one batch: a product with ``M₁`` then takes milliseconds."""
 
 _PROBED_BATCHES = 4
 _POWER_ITERATIONS = 8
@@ -66,10 +69,7 @@ class Draws:
 
 
 class TangentCurvature(GGNOperator):
-    """``M₁ = Σ_i φ_iᵀ B_i φ_i`` at unit observation noise, with the noise ``Φᵀ B₁^½ η`` and products by batches.
-
-    It ``comes_together`` where all data are so few that a product with ``M₁`` costs about what one of a batch does.
-    """
+    """``M₁ = Σ_i φ_iᵀ B_i φ_i`` at unit observation noise, with the noise ``Φᵀ B₁^½ η`` and products by batches."""
 
     n_batches = 0
     n_classes = 0
@@ -79,7 +79,6 @@ class TangentCurvature(GGNOperator):
         noise = likelihood.noise_std
         unit = likelihood if noise is None else likelihood.with_noise(torch.ones_like(noise))
         super().__init__(network, unit, data, chunk_size=chunk_size)
-        self.comes_together = self.n_data * self.shape[1] <= _FEW
         if self._doubt > 0:
             doubt_logits(likelihood, self._doubt)
 
@@ -123,14 +122,11 @@ class TangentCurvature(GGNOperator):
             eta = draw_probes("gaussian", count, root.size, generator=generator, dtype=self.dtype, device=self.device)
             yield line, root.up(eta).to(self.dtype)
 
-    def minibatches(self, n_batches: int) -> Iterator[Rows]:
-        """For each batch the product with its part of ``M₁``, times the number of batches; for one, that with ``M₁``.
+    def minibatches(self) -> Iterator[Rows]:
+        """For each batch the product with its part of ``M₁``, times the number of batches.
 
         Their mean is ``M₁``; with a factor ``N / B`` a smaller last batch would count for too much.
         """
-        if n_batches == 1:
-            yield self
-            return
         for batch, line in self._stream.linearizations("minibatches", ordered=False):
             root = self.output_root(batch, line.outputs, 0)
 
@@ -141,6 +137,26 @@ class TangentCurvature(GGNOperator):
                 return result.mul_(self.n_batches)
 
             yield product
+
+
+@stored
+@dataclass(frozen=True)
+class SamplingReport:
+    """How accurate the samples are.
+
+    Attributes:
+        residual: ``‖∇L′‖`` of each sample relative to that at zero, in units of the prior's standard deviation, [k].
+        iterations: Passes over the data that the solve took.
+        converged: Whether no residual exceeds the solver's tolerance.
+        effective_dimension: γ of all parameters, with its standard error; infinite for a single sample.
+        energy: ``E[zᵀ H z] / P``, which is 1 up to sampling for solved systems, and its standard error.
+    """
+
+    residual: Tensor
+    iterations: int
+    converged: bool
+    effective_dimension: Estimate
+    energy: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -160,9 +176,23 @@ class Solved:
     iterations: int
     converged: bool
 
-    def forms(self, index: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
-        """``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of groups, ``[k, G]`` float64 each."""
-        return group_sums(self.u, self.image, index, n_groups), group_sums(self.u, self.u, index, n_groups)
+    def forms(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of groups by an index ``[P]``, ``[k, G]`` float64 each."""
+        return group_sums(self.u, self.image, index), group_sums(self.u, self.u, index)
+
+    def report(self) -> SamplingReport:
+        """What to keep of how the solve ended."""
+        k, size = self.u.shape
+        data, prior = self.forms(torch.zeros(size, dtype=torch.long))
+        gamma, sem = effective_dimension(data, prior, torch.tensor([size]))
+        energy = (data + prior)[:, 0] / size
+        return SamplingReport(
+            self.residual,
+            self.iterations,
+            self.converged,
+            Estimate(gamma[0], sem[0], self.iterations, self.converged, k),
+            (float(energy.mean()), float(standard_error(energy))),
+        )
 
 
 class PriorUnits(Operator):
@@ -200,7 +230,7 @@ class PriorUnits(Operator):
             residual = b.sub_(u).sub_(image).norm(dim=-1) / size
         return Solved(u / self.root, u, image, residual.double(), iterations, bool((residual <= tolerance).all()))
 
-    def learning_rate(self, draws: Draws, momentum: float, n_batches: int) -> float:
+    def learning_rate(self, draws: Draws, momentum: float) -> float:
         """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.
 
         A single batch is the system itself: ``1/(1 + λ)``. With several, momentum μ amplifies the gradient noise, and
@@ -208,9 +238,9 @@ class PriorUnits(Operator):
         """
         largest, few = 0.0, draws.prior[:2]
         with exact_arithmetic(self.curvature.network), torch.no_grad():
-            for _, product in zip(range(_PROBED_BATCHES), self.curvature.minibatches(n_batches)):  # noqa: B905
+            for _, product in zip(range(_PROBED_BATCHES), self.curvature.minibatches()):  # noqa: B905
                 largest = max(largest, largest_eigenvalue(partial(self.image, product=product), few, _POWER_ITERATIONS))
-        return (1 if n_batches == 1 else 1 - momentum) / (1 + 1.2 * largest)
+        return (1 if self.curvature.n_batches == 1 else 1 - momentum) / (1 + 1.2 * largest)
 
 
 def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:
@@ -222,3 +252,35 @@ def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:
         found = vectors.norm(dim=-1)
         vectors = vectors / found.clamp_min(1e-30)[:, None]
     return float(found.max())
+
+
+# -- the effective dimension -------------------------------------------------------------------------------------------
+
+
+def group_sums(left: Tensor, right: Tensor, index: Tensor) -> Tensor:
+    """``Σ_{p in g} left_p right_p`` for ``[k, P]`` and groups by ``index [P]``, as ``[k, G]`` float64."""
+    totals = torch.zeros(len(left), int(index.max()) + 1, dtype=torch.float64, device=left.device)
+    parts = [index.to(left.device).split(2**20), left.split(2**20, 1), right.split(2**20, 1)]  # few as float64
+    for where, a, b in zip(*parts, strict=True):
+        totals.index_add_(1, where, a.double() * b.double())
+    return totals
+
+
+def effective_dimension(function_space: Tensor, weight_space: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """γ of groups ``[G]`` and its standard error, from ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g [k, G]`` and sizes ``[G]``.
+
+    For a single sample ``z_gᵀ (M z)_g`` can be negative: both are averaged before one is divided by the other.
+    """
+    k, size = len(function_space), size.to(function_space)
+    value = _ratio(function_space.mean(0), weight_space.mean(0), size)
+    if k == 1:
+        return value, torch.full_like(value, torch.inf)
+    a, b = ((total.sum(0) - total) / (k - 1) for total in (function_space, weight_space))
+    return value, jackknife(_ratio(a, b, size))
+
+
+def _ratio(function_space: Tensor, weight_space: Tensor, size: Tensor) -> Tensor:
+    """``d a / (a + b)`` within [0, d]; a may be negative, b is not."""
+    a = function_space.clamp_min(0.0)
+    total = a + weight_space
+    return torch.where(total > 0, size * a / torch.where(total > 0, total, 1.0), 0.0).minimum(size)

@@ -1,8 +1,8 @@
 """Sample-then-optimise Laplace: posterior samples of the tangent model without any factorisation.
 
 Antorán, Padhy, Barbano, Nalisnick, Janz and Hernández-Lobato, "Sampling-based inference for large linear models, with
-application to linearised Laplace", 2023. See ``objective`` for the linear systems and
-``effective_dimension`` for the estimator behind the prior precision's updates.
+application to linearised Laplace", 2023. See ``objective`` for the linear systems, and for the estimator behind the
+prior precision's updates.
 """
 
 from __future__ import annotations
@@ -20,26 +20,19 @@ from laplace_plus import checks
 from laplace_plus.curvature import Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.sample_based import SampleBased
-from laplace_plus.posteriors.sampled.effective_dimension import (
-    EffectiveDimension,
-    Estimator,
-    SamplingReport,
-    total_dimension,
-)
-from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
-from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, TangentProblem
+from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, SamplingReport, Solved
+from laplace_plus.posteriors.sampled.solvers import SOLVERS, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.tuning import Tuner, TuningResult
-
-__all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 
 WHY = "Samples of the posterior come from many passes over the data."
 
@@ -102,7 +95,7 @@ class SampledLaplace(SampleBased):
         torch.Size([3, 1])
     """
 
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "em", "tangent"), SampledEvidence)
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "tangent"), SampledEvidence)
 
     def __init__(
         self,
@@ -154,11 +147,8 @@ class SampledLaplace(SampleBased):
                 "or raise the tolerance."
             )
             warn(what, ConvergenceWarning)
-        size = torch.bincount(self.network.layer_index(), minlength=len(self.network.layers))
-        forms = solved.forms(self.network.layer_index(), len(size))
-        report = SamplingReport(solved.residual, solved.iterations, solved.converged, *forms, size)
         precision = self.prior().vector().detach().clone()
-        return {"samples": solved.z, "precision": precision, "weight": self._weight(), "report": report}
+        return {"samples": solved.z, "precision": precision, "weight": self._weight(), "report": solved.report()}
 
     def _weight(self) -> float:
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
@@ -214,15 +204,9 @@ class SampledLaplace(SampleBased):
         return self.solved_state().report
 
     @full_precision
-    def effective_dimension(self, estimator: Estimator = "ratio") -> EffectiveDimension:
-        """``γ = tr(H⁻¹ M)``, the number of parameters that the data determine, with its standard error over samples.
-
-        Args:
-            estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module of that name.
-        """
-        checks.choice("estimator", estimator, ("ratio", "function", "weight"))
-        report = self.solved_state().report
-        return total_dimension(report.function_space, report.weight_space, report.size, estimator)
+    def effective_dimension(self) -> Estimate:
+        """``γ = tr(H⁻¹ M)``, the number of parameters that the data determine, with its standard error over samples."""
+        return self.solved_state().report.effective_dimension
 
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:

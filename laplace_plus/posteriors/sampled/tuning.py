@@ -1,23 +1,20 @@
 """Prior precisions from posterior samples: the fixed points of the evidence's gradient, alternated with sampling.
 
-With the tangent model's optimum θ★ and the effective dimension γ_g of each group of parameters, of size d_g,
+With the tangent model's optimum θ★ and the effective dimension γ_g of each group of parameters (MacKay, 1992),
 
-    MacKay (1992)                λ_g ← γ_g / ‖θ★_g − μ_g‖²
-    expectation maximisation     λ_g ← d_g / (‖θ★_g − μ_g‖² + (d_g − γ_g) / λ_g)
-    both                         σ² ← Σ residual² / (N C − T γ)
+    λ_g ← γ_g / ‖θ★_g − μ_g‖²,        σ² ← Σ residual² / (N C − T γ).
 
-Both have the same fixed points, where the evidence of the tangent model is stationary. Expectation maximisation never
-lowers the evidence, but its steps are short where γ_g is far below d_g. Convergence of either method is therefore
-measured by the residual ``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, which is MacKay's step and vanishes with the evidence's
-derivative by ``log λ_g``, ``½ (γ_g − λ_g ‖θ★_g − μ_g‖²)``; that of the noise is the step of ``log σ²``. The same draws
-serve at all precisions, so that the iteration is a deterministic map, and each solution starts from the one before.
+At its fixed points the evidence of the tangent model is stationary. Convergence is measured by the residual
+``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, the step, which vanishes with the evidence's derivative by ``log λ_g``,
+``½ (γ_g − λ_g ‖θ★_g − μ_g‖²)``; that of the noise is the step of ``log σ²``. The same draws serve at all precisions, so
+that the iteration is a deterministic map, and each solution starts from the one before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,15 +24,7 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.sampled.effective_dimension import (
-    SampledMethod,
-    effective_dimension,
-    group_sums,
-    limited_precision,
-    mackay_steps,
-    total_dimension,
-)
-from laplace_plus.posteriors.sampled.objective import PriorUnits, Solved
+from laplace_plus.posteriors.sampled.objective import PriorUnits, Solved, effective_dimension, group_sums
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
 from laplace_plus.tuning.base import tunes_noise
@@ -47,6 +36,12 @@ _SCALING_DRAWS = 4
 """Random vectors for each batch that estimate the diagonal of a g-prior; their mean's relative error is at most
 ``(1 / (2 batches))^½``."""
 
+LARGEST_STEP = math.log(10)
+"""A logarithm of a precision changes by at most this in one step."""
+
+_LEAST = 1e-3
+"""Effective parameters that a group keeps at least: the logarithm of zero has no limit."""
+
 
 @dataclass(frozen=True)
 class TuningStep:
@@ -57,19 +52,15 @@ class TuningStep:
         noise_std: After it; None where there is none.
         effective_dimension: γ of every group at the precisions before, ``[G]``.
         sem: Its standard error over the samples, ``[G]``.
-        squared_norm: ``‖θ★_g − μ_g‖²`` at the precisions before, ``[G]``.
         residual: How far the hyperparameters before were from a fixed point: the largest
             ``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, or change of the logarithm of the noise variance.
-        iterations: Solver iterations at the precisions after.
     """
 
     prior_precision: Tensor
     noise_std: Tensor | None
     effective_dimension: Tensor
     sem: Tensor
-    squared_norm: Tensor
     residual: float
-    iterations: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +87,6 @@ class SampledEvidence:
     effective dimensions come from the samples by the ratio estimator.
 
     Args:
-        method: ``"mackay"``, or ``"em"``, of which no step lowers the evidence; where the data determine few of a
-            group's parameters, hundreds of them may be needed.
         structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or :class:`~laplace_plus.Groups`.
         scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, which is
             estimated in one more pass, so that one precision suits layers of all scales.
@@ -105,12 +94,11 @@ class SampledEvidence:
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: The training data; by default the loaders of the fit.
         max_steps: Where to give up.
-        tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
-            the change of the logarithm of the noise variance.
+        tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, and the change of the
+            logarithm of the noise variance.
         optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
     """
 
-    method: SampledMethod = "mackay"
     structure: str | Groups = "scalar"
     scaling: str | None = None
     predictive_mean: str = "network"
@@ -126,7 +114,6 @@ class SampledEvidence:
         checks.count("max_steps", self.max_steps)
         checks.positive("tolerance", self.tolerance)
         checks.positive("optimum_tolerance", self.optimum_tolerance)
-        checks.choice("method", self.method, ("mackay", "em"))
         checks.choice("scaling of the prior", self.scaling, (None, "g_prior"))
         checks.choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
 
@@ -142,6 +129,12 @@ class SampledEvidence:
             ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
         """
         return Alternation(posterior, self).run(progress=progress)
+
+
+def mackay_step(precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
+    """``log(γ_g / (λ_g ‖θ★_g − μ_g‖²))``, ``[G]``: the step of ``log λ_g``, zero where the evidence is stationary."""
+    least = torch.finfo(torch.float64).tiny
+    return (effective.clamp_min(_LEAST).minimum(size) / (precision * squares).clamp_min(least)).log()
 
 
 class Alternation:
@@ -180,7 +173,7 @@ class Alternation:
         steps: list[TuningStep] = []
         optimum: Tensor | None = None
         sound = True
-        for _ in progress_bar(range(options.max_steps), enabled=progress, description=f"tuning by {options.method}"):
+        for _ in progress_bar(range(options.max_steps), enabled=progress, description="tuning by samples"):
             if steps and steps[-1].residual < options.tolerance:
                 break
             found, squares = self._optimum(precision, noise, optimum)
@@ -188,12 +181,12 @@ class Alternation:
             precision, noise, optimum = step.prior_precision, step.noise_std, found.vector
             current = self._solved(precision, noise, current.z)
             sound = sound and found.converged and current.converged
-            steps.append(replace(step, iterations=current.iterations))
+            steps.append(step)
         around_tangent = options.predictive_mean == "tangent"
         vector = self._optimum(precision, noise, optimum)[0].vector.to(posterior.mean) if around_tangent else None
         one, scaled = options.structure == "scalar", options.scaling is not None
         return SampledTuningResult(
-            method=options.method,
+            method="mackay",
             prior_precision=self._entries(precision) if scaled else precision[0] if one else precision,
             groups=None if one else self._groups,
             noise_std=noise,
@@ -221,18 +214,19 @@ class Alternation:
         self, precision: Tensor, noise: Tensor | None, at: Solved, found: TangentOptimum, squares: Tensor
     ) -> TuningStep:
         """The update of the hyperparameters, of which the samples are still to be solved for."""
-        size, forms = self._groups.sizes(), at.forms(self._groups.index, len(self._groups.names))
-        dimension = effective_dimension(*forms, size)
-        effective, size = dimension.value.cpu(), dimension.size.cpu()
-        residual = float(mackay_steps(precision, effective, size, squares).abs().max())
+        sizes = self._groups.sizes().cpu()
+        data, prior = (own.cpu() for own in at.forms(self._groups.index))
+        effective, sem = effective_dimension(data, prior, sizes)
+        step = mackay_step(precision, effective, sizes, squares)
+        residual = float(step.abs().max())
         if self._tune_noise:
             assert noise is not None
-            total = float(total_dimension(*forms, size).value)
-            updated = updated_noise(found.statistics, total, self._temperature).view_as(noise)
+            total, _ = effective_dimension(data.sum(1, keepdim=True), prior.sum(1, keepdim=True), sizes.sum()[None])
+            updated = updated_noise(found.statistics, float(total), self._temperature).view_as(noise)
             residual = max(residual, float((updated / noise.double().cpu()).log().abs().max() * 2))
             noise = updated
-        new = limited_precision(self._options.method, precision, effective, size, squares)
-        return TuningStep(new, noise, effective, dimension.sem.cpu(), squares, residual, 0)
+        new = precision * step.clamp(-LARGEST_STEP, LARGEST_STEP).exp()
+        return TuningStep(new, noise, effective, sem, residual)
 
     def _optimum(self, precision: Tensor, noise: Tensor | None, start: Tensor | None) -> tuple[TangentOptimum, Tensor]:
         """θ★, searched for with the preconditioner of the samples, and ``‖θ★_g − μ_g‖² [G]`` float64."""
@@ -252,7 +246,7 @@ class Alternation:
             tolerance=self._options.optimum_tolerance,
         )
         away = prior.deviation(found.vector)[None].double()
-        squares = group_sums(away, away * self._scaling.to(away), self._groups.index, len(self._groups.names))[0]
+        squares = group_sums(away, away * self._scaling.to(away), self._groups.index)[0]
         return found, squares.cpu()
 
     def _solved(self, precision: Tensor, noise: Tensor | None, start: Tensor) -> Solved:
