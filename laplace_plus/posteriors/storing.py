@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laplace_plus.curvature import Curvature, backend_class, backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
-from laplace_plus.network.selection import uses
+from laplace_plus.network.selection import refine
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import decode, encode, fingerprint, read, read_folder, require_same_weights, write
 from laplace_plus.posteriors.registry import get_posterior, name_of
@@ -55,23 +55,23 @@ def state_dict(found: Any) -> dict[str, Any]:
         what, own = f"A backend {backend.name!r} would not be loaded as what it is.", type(backend).__name__
         fix = f"Give {own} a `name` of its own, and register it: lp.curvature.register_backend({own}.name, {own})."
         raise ConfigurationError(what, expected=backend_class(backend.name).__name__, got=own, fix=fix)
+    selected = posterior.network.selected
+    header = {"likelihood": posterior.likelihood.config(), "backend": backend.config()}
+    return _encoded(
+        header | {"class": name_of(type(posterior)), "network": fingerprint(posterior.model)},
+        options=posterior.options,
+        parameters=[x.name for x in selected] if all(x.mask is None for x in selected) else refine(selected),
+        prior_mean=posterior.prior_mean,
+        temperature=posterior.temperature,
+        hyperparameters={name: getattr(posterior, name) for name in HYPERPARAMETERS},
+        state=posterior.state,
+        around=around,
+    )
+
+
+def _encoded(header: Mapping[str, Any], **values: Any) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
-    masks = {item.name: item.mask for item in posterior.network.selected}
-    hyperparameters = {name: getattr(posterior, name) for name in HYPERPARAMETERS}
-    header = {
-        "class": name_of(type(posterior)),
-        "options": encode(posterior.options, tensors, "options"),
-        "likelihood": posterior.likelihood.config(),
-        "backend": backend.config(),
-        "parameters": encode(masks, tensors, "parameters"),
-        "prior_mean": encode(posterior.prior_mean, tensors, "prior_mean"),
-        "temperature": encode(posterior.temperature, tensors, "temperature"),
-        "hyperparameters": encode(hyperparameters, tensors, "hyperparameters"),
-        "network": fingerprint(posterior.model),
-        "state": encode(posterior.state, tensors, "state"),
-        "around": encode(around, tensors, "around"),
-    }
-    return {"header": header, "tensors": tensors}
+    return {"header": {**header, **{k: encode(own, tensors, k) for k, own in values.items()}}, "tensors": tensors}
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> Any:
@@ -95,9 +95,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
         fix = "Build the network, load its weights, then call laplace_plus.load(path, model)."
         raise ConfigurationError("The model is not a module.", expected=expected, got=type(model).__name__, fix=fix)
     if Path(path).is_dir():
-        return _of_folder(*read_folder(Path(path)), model, likelihood)
-    header, tensors = read(path)
-    return load_state_dict({"header": header, "tensors": tensors}, model, likelihood=likelihood)
+        state = _of_folder(*read_folder(Path(path)))
+    else:
+        header, tensors = read(path)
+        state = {"header": header, "tensors": tensors}
+    return load_state_dict(state, model, likelihood=likelihood)
 
 
 def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: Any = None) -> Any:
@@ -106,43 +108,19 @@ def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: A
         raise CheckpointError("This is no state of a posterior.", expected="what lp.state_dict(posterior) gave")
     header, tensors = state["header"], state["tensors"]
     require_same_weights(header["network"], unwrap(model))
+    given = {name: decode(header[name], tensors) for name in ("parameters", "prior_mean", "temperature")}
+    given |= {"backend": backend_from_config(header["backend"]), **decode(header["options"], tensors)}
     with torch.random.fork_rng([]):  # constructors may draw random numbers
-        given = {name: decode(header[name], tensors) for name in ("options", "parameters", "prior_mean", "temperature")}
-        posterior: Any = _constructed(header, given.pop("options"), model, likelihood, **given)
+        cls, known = get_posterior(str(header["class"])), _likelihood(header["likelihood"], likelihood)
+        posterior: Any = cls(model, known, **given)
         device = posterior.network.device
-        found, hyperparameters = (decode(header[name], tensors, device) for name in ("state", "hyperparameters"))
-        _restore(posterior, found, hyperparameters)
+        hyperparameters = decode(header["hyperparameters"], tensors, device)
+        vars(posterior).update(hyperparameters)
+        posterior.set_state(decode(header["state"], tensors, device))
+        vars(posterior).update(hyperparameters)  # some of which are others' before a new state
     for value in decode(header["around"], tensors):
         posterior = replace(value, posterior=posterior)
     return posterior
-
-
-def _constructed(
-    header: Mapping[str, Any], options: Mapping[str, Any], model: nn.Module, likelihood: Any, **common: Any
-) -> Any:
-    """The posterior before its fit."""
-    cls = get_posterior(str(header["class"]))
-    selected: Any = common["parameters"]
-    if any(mask is not None for mask in selected.values()):
-        shapes = {name: parameter.shape for name, parameter in uses(unwrap(model)).items()}
-        every = {name: torch.ones(shapes[name], dtype=torch.bool) for name in selected}
-        selected = {name: every[name] if mask is None else mask.view(shapes[name]) for name, mask in selected.items()}
-    else:
-        selected = [*selected]
-    common |= {"parameters": selected, "backend": backend_from_config(header["backend"])}
-    return cls(model, _likelihood(header["likelihood"], likelihood), **options, **common)
-
-
-def _restore(posterior: Any, state: Any, hyperparameters: Mapping[str, Any]) -> None:
-    """Give a posterior the state and what was set after its construction."""
-    if state.mean.shape != (posterior.n_parameters,):
-        expected = f"[{posterior.n_parameters}]"
-        raise CheckpointError("The mean is of other parameters.", expected=expected, got=f"{list(state.mean.shape)}")
-    posterior._prior_groups = hyperparameters["_prior_groups"]
-    posterior._prior_precision = hyperparameters["_prior_precision"]
-    posterior.set_state(state)
-    for name in ("link", "covariance_scale", "tangent_mean", "earlier"):
-        setattr(posterior, name, hyperparameters.get(name))
 
 
 def _likelihood(known: Mapping[str, Any], given: Any) -> Likelihood:
@@ -172,26 +150,25 @@ def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
 # -- version 0.2.0 -----------------------------------------------------------------------------------------------------
 
 
-def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Any:
-    """The Gaussian posterior that a folder of version 0.2.0 describes; CheckpointError for other classes."""
-    own, known = header["state"], header["network"]
-    weights = {one["name"]: f"{one['dtype']} {one['shape']} {one['sha256']}" for one in known["tensors"]}
-    require_same_weights(weights | {key: known[key] for key in ("adapters",) if key in known}, unwrap(model))
+def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The :func:`state_dict` of the Gaussian posterior that a folder describes; CheckpointError for other classes."""
+    own, known, groups = header["state"], header["network"], header.get("groups")
     if "blocks" not in own:
         what, fix = f"A {header['class']} of version 0.2.0 is not read.", "Fit it again."
         raise CheckpointError(what, expected="lp.Full, lp.KFAC, lp.Diagonal or lp.LowRank", fix=fix)
-    parameters = {name: tensors.get(f"mask.{name}") for name in header["parameters"]}
-    common = {name: tensors[f"hyper.{name}"] for name in ("prior_mean", "temperature")}
-    posterior = _constructed(header, header["options"], model, likelihood, parameters=parameters, **common)
-    device, blocks = posterior.network.device, []
+    weights = {one["name"]: f"{one['dtype']} {one['shape']} {one['sha256']}" for one in known["tensors"]}
+    selected, shapes = header["parameters"], {one["name"]: one["shape"] for one in known["tensors"]}
+    if any(name.startswith("mask.") for name in tensors):
+        masks = {name: tensors.get(f"mask.{name}", torch.ones(shapes[name], dtype=torch.bool)) for name in selected}
+        selected = {name: mask.view(shapes[name]) for name, mask in masks.items()}
+    blocks = []
     for number, entry in enumerate(own["blocks"]):
         prefix = f"block.{number}."
-        parts = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
-        layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], parts.pop("index").cpu())
+        parts = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], parts.pop("index"))
         kind = entry["kind"].removeprefix("diagonal-output ")
         blocks.append((layout, block_from_tensors(kind, layout.shape, _renamed(parts))))
-    mean, travelled = tensors["vector"].to(device), tensors.get("travelled")
-    groups = header.get("groups")
+    mean, travelled = tensors["vector"], tensors.get("travelled")
     hyperparameters = {
         "_prior_groups": groups and Groups(groups["name"], tuple(groups["names"]), tensors["groups.index"]),
         "_prior_precision": tensors["hyper.prior_precision"],
@@ -199,9 +176,18 @@ def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Mod
         "covariance_scale": own.get("covariance_scale", 1.0),
         "tangent_mean": tensors.get("tangent_mean"),
     }
-    sums = Curvature(blocks), tensors["statistics"], None if travelled is None else travelled.to(device).view_as(mean)
-    _restore(posterior, GaussianState(mean, header["n_data"], header["n_outputs"], *sums), hyperparameters)
-    return posterior
+    sums = Curvature(blocks), tensors["statistics"], None if travelled is None else travelled.view_as(mean)
+    return _encoded(
+        {name: header[name] for name in ("class", "likelihood", "backend")}
+        | {"network": weights | {key: known[key] for key in ("adapters",) if key in known}},
+        options=header["options"],
+        parameters=selected,
+        prior_mean=tensors["hyper.prior_mean"],
+        temperature=tensors["hyper.temperature"],
+        hyperparameters=hyperparameters,
+        state=GaussianState(mean, header["n_data"], header["n_outputs"], *sums),
+        around=[],
+    )
 
 
 def _renamed(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
