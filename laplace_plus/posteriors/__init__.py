@@ -28,22 +28,9 @@ from laplace_plus.posteriors.variational_last_layer.variational_last_layer impor
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING
 
-for _cls in (
-    Full,
-    KFAC,
-    Diagonal,
-    LowRank,
-    Subnetwork,
-    NullSpace,
-    VIKING,
-    Riemannian,
-    MetricBNN,
-    SampledLaplace,
-    TrainingFreeLoRA,
-    ABNN,
-    VariationalLastLayer,
-    SWAG,
-):
+_GAUSSIANS = (Full, KFAC, Diagonal, LowRank, Subnetwork)
+_OTHERS = (ABNN, MetricBNN, NullSpace, Riemannian, SWAG, SampledLaplace, TrainingFreeLoRA, VIKING, VariationalLastLayer)
+for _cls in (*_GAUSSIANS, *_OTHERS):
     register(_cls.__name__, _cls)
 
 __all__ = [

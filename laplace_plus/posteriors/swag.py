@@ -30,7 +30,6 @@ from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed, global_randomness, standard_normal
 from laplace_plus.network import batches
-from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import refine
 from laplace_plus.network.shadow import unwrap
@@ -39,10 +38,6 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, survey
-from laplace_plus.predictive.deviations import moments, pushed
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
-from laplace_plus.structured.blocks import IdentityBasis
-from laplace_plus.structured.eigen import EigenFactor
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
@@ -179,9 +174,8 @@ class SWAG(Posterior):
         posterior.fit(train_loader)
 
     Or call :meth:`fit` alone, which trains a copy as :class:`DiagonalSWAG` does. The network must not change after
-    :meth:`fit`. Predictions are those of sampled networks; ``method="linearized"`` takes the exact covariance of the
-    outputs, ``J Σ Jᵀ``. Memory is ``rank + 2`` vectors of the network's size. The prior and the temperature have no
-    part in it; a prior enters by the weight decay of SGD.
+    :meth:`fit`. Predictions are those of sampled networks. Memory is ``rank + 2`` vectors of the network's size. The
+    prior and the temperature have no part in it; a prior enters by the weight decay of SGD.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -367,19 +361,3 @@ class SWAG(Posterior):
         self.require_fit()
         deviations = self._deviations()
         return torch.diag(self._variance()) + deviations.mT @ deviations
-
-    @override
-    def _exact(self, x: Any, *, joint: bool, outputs: Outputs, differentiable: bool) -> FunctionalPosterior | None:
-        if differentiable or outputs == "independent":
-            return None
-        network, layout = self.network, whole_layout(self.network)
-        factor = EigenFactor(IdentityBasis(), self._variance().reciprocal()[None, None])
-        known: Any = {"joint": joint, "outputs": outputs}
-        own = functional_posteriors(
-            network, [{layout.key: factor}], x, expected_outputs=self.n_outputs, layouts=[layout], **known
-        )[0]
-        rows = self._deviations()
-        rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
-        mean, moved = pushed(network, rows, x, n_outputs=self.n_outputs)
-        low = moments(mean + self._mean_shift(x), moved * len(rows) ** 0.5, **known)
-        return FunctionalPosterior(low.mean.to(own.mean), own.covariance + low.covariance.to(own.covariance))

@@ -10,12 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import laplace_plus as lp
-from laplace_plus.errors import (
-    DataError,
-    LaplacePlusError,
-    NonFiniteError,
-    SelectionError,
-)
+from laplace_plus.errors import DataError, LaplacePlusError, NonFiniteError, SelectionError
 from laplace_plus.testing import PosteriorConformance
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1)).double()
@@ -93,31 +88,6 @@ def test_the_covariance_is_that_of_the_paper(rank, scale):
     errors = ((spread[:, None] * spread + wanted.square()) / n).sqrt()  # of covariances of normal samples
     assert ((draws.T.cov() - wanted).abs() <= 5.5 * errors).all()
     assert ((draws.mean(0) - path.mean(0)).abs() <= 5 * (spread / n).sqrt()).all()
-
-
-@pytest.mark.parametrize("options", [{}, {"joint": True}, {"outputs": "diagonal"}, {"outputs": [2, 0]}])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_linearised_predictions_are_exact(rank, options):
-    model = net()
-    posterior, path = walked(model, 5, rank=rank)
-    posterior.fit(DATA)
-    model.eval()
-    vector = posterior.network.vector()
-    jacobian = torch.func.jacrev(lambda v: posterior.network(X[:4], posterior.network.substitute(v)))(vector)
-    shift = torch.einsum("ncp,p->nc", jacobian, path.mean(0) - vector)
-    joint = torch.einsum("ncp,pq,mdq->ncmd", jacobian, posterior.covariance_matrix(), jacobian)
-    mean, own = model(X[:4]).detach() + shift, torch.einsum("ncnd->ncd", joint)
-    if options.get("joint"):
-        own = joint
-    elif "outputs" in options:
-        chosen = options["outputs"]
-        own = own.diagonal(dim1=1, dim2=2) if chosen == "diagonal" else own[:, chosen][..., chosen]
-        mean = mean if chosen == "diagonal" else mean[:, chosen]
-    found = posterior.functional_posterior(X[:4], **options)
-    assert_close(found.mean, mean)
-    assert_close(found.covariance, own)
-    linear = posterior.predictive(X[:4], method="linearized", link="network").mean
-    assert_close(linear, (model(X[:4]).detach() + shift).softmax(-1))
 
 
 def test_sgd_on_a_quadratic_has_the_stationary_variance():
