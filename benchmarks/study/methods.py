@@ -427,8 +427,7 @@ def metric_bnn(
     fitted = lp.MetricBNN(task.model, task.likelihood, prior_precision=task.training_precision, **options)
     fitted.fit(task.train, generator=task.generator())
     if tuned_by == "validation":
-        noisy = not task.data.classification
-        fitted.fit_extent(task.validation, tune_noise=noisy, generator=task.generator())
+        fitted.fit_prior_precision(data=task.validation, generator=task.generator())
     found = {"by": tuned_by or "nothing", "extent": fitted.extent, **precision_of(fitted)}
     return Fitted(predictor(fitted, **(predict or {})), found)
 

@@ -153,13 +153,13 @@ def kfac(*, validation: bool) -> Method:
 
 
 def abnn(*, tuned: bool = False, n_samples: int | None = None, **options: Any) -> Method:
-    """Normalisation layers with noise; with ``tuned``, by ``fit_scale`` on the validation part."""
+    """Normalisation layers with noise; with ``tuned``, by the validation part."""
 
     def run(model: nn.Module, data: DataSet) -> tuple[Predict, dict[str, Any]]:
         posterior = lp.ABNN(model, "classification", **options)
         posterior.fit(data.loader("train", 50), generator=generator())
         if tuned:
-            posterior.fit_scale(data.loader("validation"), generator=generator())
+            posterior.fit_prior_precision(data=data.loader("validation"), n_samples=20, generator=generator())
         report = vars(posterior.report)
         chosen = {"scale": posterior.noise_scale, "fine_tuned": posterior.fine_tuned, **report}
         return lambda x: posterior.predictive(x, n_samples=n_samples, generator=generator()), chosen
@@ -173,7 +173,7 @@ METHODS: dict[str, Method] = {
     "KFAC": kfac(validation=False),
     "KFAC, by validation": kfac(validation=True),
     "ABNN": abnn(),
-    "ABNN, fit_scale": abnn(tuned=True),
+    "ABNN, tuned": abnn(tuned=True),
     "ABNN, noise per element": abnn(noise="element", n_samples=20),
 }
 _SCALES = ("channel 0.1", "channel 0.2", "channel 0.3", "element 0.2", "element 0.3")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,8 @@ class ABNN(Posterior):
 
     How much noise predictions bear depends on the network's depth, as relative variances multiply. :meth:`fit` halves
     the scale while averaged predictions lose more than .02 of the network's accuracy on the training data. Held-out
-    data tell more: see :meth:`fit_scale`. Both can fall back to the network itself.
+    data tell more: ``fit_prior_precision(data=held_out)`` chooses the scale and whose γ and β predict. Both can fall
+    back to the network itself.
 
     Args:
         model: A trained network with normalisation layers.
@@ -129,7 +130,7 @@ class ABNN(Posterior):
     report = of_state("report", "How noisy networks do on the training data, a :class:`FineTuning`.")
     noise_scale = of_state(
         "noise_scale",
-        "The present α: ``scale``, or what :meth:`fit` or :meth:`fit_scale` made of it.",
+        "The present α: ``scale``, or what :meth:`fit` or a tuning made of it.",
         partial(checks.number, "noise_scale", least=0.0),
     )
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
@@ -189,10 +190,10 @@ class ABNN(Posterior):
         if len(lost) > 1:
             what = f"Noise of scale {self.scale:.3g} costs {lost[0]:.1%} of the accuracy on the training data"
             now = f"it is {scale:.3g} now" if fine_tuned else "the posterior now is the network"
-            warn(f"{what}; {now}. fit_scale(held_out) chooses better.", NoGainWarning)
+            warn(f"{what}; {now}. fit_prior_precision(data=held_out) chooses better.", NoGainWarning)
         elif self.likelihood.is_classifier and report.network_nll < INTERPOLATION and self.scale:
             what = "The network interpolates its training data, which then do not tell whether noise helps."
-            warn(f"{what} fit_scale(held_out) does.", NoGainWarning)
+            warn(f"{what} fit_prior_precision(data=held_out) does.", NoGainWarning)
         return replace(self.state, report=report)
 
     def _fine_tune(self, data: Iterable[Any], seed: int, *, progress: bool) -> Tensor:
@@ -253,32 +254,6 @@ class ABNN(Posterior):
     def tunables(self) -> dict[str, Sequence[Any]]:
         """α, and whose γ and β, take the place of a prior precision."""
         return {"fine_tuned": (False, True), "noise_scale": (0.0, *_SCALES)}
-
-    def fit_scale(
-        self,
-        data: Iterable[Any],
-        *,
-        grid: Sequence[float] = (0.0, *_SCALES),
-        tune_noise: bool = False,
-        n_samples: int = 20,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Self:
-        """Choose α, and whose γ and β, by the log-probability of held-out targets, as :class:`Validation` does.
-
-        Args:
-            data: Held-out batches.
-            grid: Scales to try, with 0 for no noise.
-            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each scale.
-            n_samples: Sampled networks in each prediction.
-            progress: Whether to show a progress bar.
-            generator: Source of randomness; each candidate sees the same random numbers.
-
-        Warns:
-            NoGainWarning: The network without noise was best; the posterior then is the network.
-        """
-        tuner = Validation(data, grid=grid, tune_noise=tune_noise, n_samples=n_samples)
-        return self.fit_prior_precision(tuner, progress=progress, generator=generator)
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:

@@ -215,7 +215,7 @@ def test_losses_of_other_targets(likelihood):
     torch.testing.assert_close(posterior.members[0], before - 5e-3 * 1.9 * step)  # Nesterov's first step
 
 
-def test_fit_scale_takes_the_best_of_all_candidates():
+def test_tuning_takes_the_best_of_all_candidates():
     """An over-confident network gains by noise; the value is the log-probability of the same predictions."""
     model, data = classified(n=300)
     model[3].weight.data *= 8
@@ -229,7 +229,7 @@ def test_fit_scale_takes_the_best_of_all_candidates():
             found = one.predictive(held_out[0][0], n_samples=20, generator=seeded(seed))
             values[scale, fine_tuned] = float(found.log_prob(held_out[0][1]).mean())
     before = snapshot(model)
-    posterior.fit_scale(held_out, n_samples=20, generator=seeded(7))
+    posterior.fit_prior_precision(data=held_out, n_samples=20, generator=seeded(7))
     best = max(values, key=values.get)
     assert (posterior.noise_scale, posterior.fine_tuned) == best
     assert best[0] > 0
@@ -239,7 +239,7 @@ def test_fit_scale_takes_the_best_of_all_candidates():
     assert posterior.fit(data).noise_scale == 0.2
 
 
-def test_fit_scale_falls_back_to_the_network_and_says_so(tmp_path):
+def test_tuning_falls_back_to_the_network_and_says_so(tmp_path):
     """The network is the truth, so that noise and other weights can only hurt."""
     model, data = classified(n=2000)
     model[3].weight.data *= 6
@@ -247,7 +247,7 @@ def test_fit_scale_falls_back_to_the_network_and_says_so(tmp_path):
     y = torch.multinomial(model(x).softmax(-1), 1, generator=seeded()).squeeze(-1)
     posterior = lp.ABNN(model, "classification", learning_rate=0.5).fit([(x[:20], y[:20])], generator=seeded())
     with pytest.warns(NoGainWarning, match="which is what the posterior now is") as caught:
-        posterior.fit_scale([(x[20:], y[20:])], grid=[0.0, 1.0, 2.0], n_samples=20, generator=seeded())
+        posterior.fit_prior_precision(data=[(x[20:], y[20:])], grid=[0.0, 1.0, 2.0], n_samples=20, generator=seeded())
     assert caught[0].filename == __file__
     found = posterior.predictive(x, n_samples=2)
     assert torch.equal(found.functional_samples, model(x).detach().expand(2, -1, -1))
@@ -266,10 +266,10 @@ def test_the_noise_of_targets_is_tuned_with_the_scale():
     posterior = lp.ABNN(model, lp.Gaussian(0.5), epochs=0).fit([(x, y)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGainWarning)
-        posterior.fit_scale([(x, y)], tune_noise=True, n_samples=20, generator=seeded())
+        posterior.fit_prior_precision(data=[(x, y)], n_samples=20, generator=seeded())
     assert float(posterior.noise_std) == pytest.approx(0.5 * 2**-0.75)  # of the steps of 2^¼ the nearest to .3
     with pytest.raises(ConfigurationError, match="no noise to tune"):
-        lp.ABNN(*classified()[:1], "classification").fit(classified()[1]).fit_scale(data, tune_noise=True)
+        lp.ABNN(model, "classification").fit(data).fit_prior_precision(data=data, tune_noise=True)
 
 
 def test_too_much_noise_is_halved_and_said_at_the_line_that_fits():

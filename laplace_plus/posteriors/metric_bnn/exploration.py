@@ -74,7 +74,6 @@ class ExplorationReport:
             particles also move along it: the prior may not be the weight decay of training.
         growth: The largest ratio of gradient norms after and before one step's refinements; None for minibatches and
             for fewer than two refinements.
-        worst: The particle with this ratio.
         slowest: The smallest rate of a particle; η where none was slowed down.
     """
 
@@ -82,7 +81,6 @@ class ExplorationReport:
     curvature: float
     gradient_norm: float
     growth: float | None
-    worst: int
     slowest: float
 
     @property
@@ -123,9 +121,9 @@ def explore(
         position, rates, ratio = refinement.refine(position + walk.step_size * directions, rates, rate, step)
         growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
         deviations[:, step] = position
-    largest, worst = growth.nan_to_num(nan=-1.0).max(0)
-    most = float(largest) if largest >= 0 else None
-    return Explored(deviations, ExplorationReport(rate, curvature, slope, most, int(worst), slowest))
+    largest = float(growth.nan_to_num(nan=-1.0).max())
+    report = ExplorationReport(rate, curvature, slope, largest if largest >= 0 else None, slowest)
+    return Explored(deviations, report)
 
 
 def _learning_rate(walk: Walk, curvature: float) -> float:

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.gradients import loss_gradient
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.metric_bnn.exploration import ExplorationReport, Explored, Walk, draw_directions, explore
+from laplace_plus.posteriors.metric_bnn.exploration import ExplorationReport, Walk, draw_directions, explore
 from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, train
 from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State, of_state
@@ -72,7 +72,7 @@ class MetricBNN(Posterior):
     needs no curvature matrix, and its fit takes ``N T M`` gradients, all particles at once.
 
     Where the loss is flat, ``α T`` and not the data determines how far samples reach, and samples lie near N
-    trajectories only. :meth:`fit_extent` shortens the trajectories on held-out data.
+    trajectories only. ``fit_prior_precision(data=held_out)`` shortens the trajectories: see :attr:`extent`.
 
     :attr:`exploration` samples the particles' own points, :attr:`gaussian` the Gaussian with their mean and covariance.
     Memory is that of ``N T`` vectors of the network's size; of more than 256 entries, the autoencoder sees coordinates
@@ -180,18 +180,15 @@ class MetricBNN(Posterior):
         latents = None
         if self.sampling == "latent":
             latents = train(explored.deviations, self.latent, seed ^ _OTHER, progress=progress)
-        self._warn_unless_converged(landscape, explored, None if latents is None else latents.report)
+        self._warn_unless_converged(explored.report, None if latents is None else latents.report)
         return Exploration(vector, n_data, n_outputs, *explored, latents)
 
-    def _warn_unless_converged(self, landscape: LossLandscape, explored: Explored, latent: LatentReport | None) -> None:
-        report = explored.report
+    def _warn_unless_converged(self, report: ExplorationReport, latent: LatentReport | None) -> None:
         if report.growth is not None and report.growth > _GROWTH:
-            end = landscape.vector + explored.deviations[report.worst, -1]
-            there = landscape.largest_curvature(end) / landscape.n_data * report.learning_rate
             warn(
-                f"Refinement raised the gradient's norm {report.growth:.2g} times along trajectory {report.worst}; "
-                f"learning_rate · λ_max is {report.stability:.2g} at the trained weights and {there:.2g} at its end "
-                "(2 is where gradient descent diverges). Use a smaller learning_rate or a smaller step_size.",
+                f"Refinement raised the gradient's norm {report.growth:.2g} times. At the trained weights, "
+                f"learning_rate · λ_max is {report.stability:.2g}, and 2 is where gradient descent diverges; away from "
+                "them the loss is steeper. Use a smaller learning_rate or a smaller step_size.",
                 ConvergenceWarning,
             )
         if latent is not None and not latent.unexplained <= self.latent.tolerance:
@@ -250,34 +247,9 @@ class MetricBNN(Posterior):
         other.set_state(replace(self.state, latents=None))
         return other
 
-    # -- the extent ----------------------------------------------------------------------------------------------------
-
     def tunables(self) -> dict[str, Sequence[float]]:
         """The extent takes the place of a prior precision."""
         return {"extent": _EXTENTS}
-
-    def fit_extent(
-        self,
-        data: Iterable[Any],
-        *,
-        grid: Sequence[float] | None = None,
-        tune_noise: bool = False,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Self:
-        """Choose :attr:`extent` by the log-probability of held-out targets, as :class:`Validation` does.
-
-        The data of a fit say little about how far particles may go where the loss is flat; held-out data do.
-
-        Args:
-            data: Held-out batches.
-            grid: Extents to try; by default 1, 2^-½, …, 1/32.
-            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each extent.
-            n_samples: Sampled networks in each prediction.
-            generator: Source of randomness; each extent sees the same random numbers.
-        """
-        tuner = Validation(data, grid=grid, tune_noise=tune_noise, n_samples=n_samples)
-        return self.fit_prior_precision(tuner, generator=generator)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
