@@ -21,7 +21,7 @@ from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.limited_rank import gram_sum
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows
+from laplace_plus.structured.softmax_output import SoftmaxOutputBlock, SoftmaxOutputRows
 
 Observed = tuple[Tensor, Tensor, Tensor]
 """What :meth:`Likelihood.rows` returns."""

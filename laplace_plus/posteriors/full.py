@@ -15,7 +15,7 @@ class Full(GaussianPosterior):
     A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows. This
     holds for classes or binary outputs and the exact Gauss-Newton curvature. The posterior is the same, and P may be
     large: N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations
-    (``softmax_output.precision``). The first predictions prepare up to ``1.6·C·N²`` numbers, if these take at most
+    (``softmax_output``). The first predictions prepare up to ``1.6·C·N²`` numbers, if these take at most
     1 GiB, with which variances take ``C·N²/2`` operations for each input (``softmax_output.variances``).
 
     Example:

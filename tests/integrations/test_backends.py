@@ -26,7 +26,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 from laplace_plus.structured.blocks import block_from_tensors
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
+from laplace_plus.structured.softmax_output import SoftmaxOutputBlock
 
 RTOL = 1e-10
 STRUCTURES: dict[str, Structure] = {

@@ -14,8 +14,7 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured import DenseGradients, OuterGradients
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
 from laplace_plus.structured.gram_sum import DiagonalSum
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
-from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
+from laplace_plus.structured.softmax_output import SoftmaxOutputBlock, SoftmaxOutputFactor, SoftmaxOutputRows
 
 TIGHT = 1e-10
 D, C = 5, 4
@@ -80,7 +79,7 @@ def test_full_equals_the_dense_matrix(likelihood, n, prior, temperature):
     options = {"prior_precision": delta, "temperature": temperature, "parameters": "last_layer"}
     posterior = lp.Full(net, likelihood, **options).fit([(x[:2], y[:2]), (x[2:], y[2:])])
     assert isinstance(block_of(posterior), SoftmaxOutputBlock)
-    assert ("features" not in block_of(posterior).tensors()) == (n > size)
+    assert ("features" not in block_of(posterior).tensors()) == (n > 15)  # C^(2/3) (D + 1)
     curvature = oracle(net, x, likelihood=likelihood) / temperature
     diagonal = in_head_order(posterior, delta.expand(size))
     covariance = torch.linalg.inv(curvature + torch.diag(diagonal))
@@ -164,7 +163,7 @@ def test_update_and_storage(n, tmp_path):
     assert back.n_data == 2 * n
 
 
-def test_prepared_variances_follow_updates_storage_and_hyperparameters(tmp_path):
+def test_variances_follow_updates_storage_and_hyperparameters(tmp_path):
     net, x, y = problem(14)
     test = torch.randn(20, 3, generator=generator(2), dtype=torch.float64)
     rows = jacobian(net, test)
@@ -256,14 +255,6 @@ def test_rank_deficient_and_ill_conditioned_rows(coupled):
     factor, rows = factor_of(12, coupled=coupled, precision=1.0, scale=1e5)
     want = torch.linalg.slogdet(1.3 * rows.dense() + torch.eye(C * D, dtype=torch.float64)).logabsdet
     assert factor.log_determinant().item() == pytest.approx(want.item(), rel=1e-6)
-
-
-def test_a_cholesky_decomposition_that_fails_is_replaced():
-    # Rounding makes the sum of a matrix of size 1e30 and of rank five, and of the identity, indefinite.
-    factor, _ = factor_of(12, precision=1.0, scale=1e15)
-    assert bool(factor.log_determinant().isfinite())
-    noise = torch.randn(4, 1, C, D, generator=generator(3), dtype=torch.float64)
-    assert bool(factor.sample(noise).isfinite().all())
 
 
 def test_single_precision_rows_are_computed_in_double_precision():

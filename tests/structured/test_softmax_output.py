@@ -6,9 +6,9 @@ import pytest
 import torch
 from problems import relative_error
 
+from laplace_plus.structured import softmax_output
 from laplace_plus.structured.gradients import OutputLayerGradients
 from laplace_plus.structured.softmax_output import SoftmaxOutputFactor, SoftmaxOutputRows
-from laplace_plus.structured.softmax_output import precision as precision_module
 
 TIGHT = 1e-10
 D, C, B = 6, 5, 9
@@ -52,7 +52,7 @@ def test_variances_equal_those_of_the_dense_matrix(n, coupled, common, peaked):
     rows = rows_of(n, coupled=coupled, common=common, peaked=peaked)
     features = draw(max(B, n), D, seed=3) + common
     factor, want = factor_of(rows), oracle(rows, features)
-    for cut in (slice(0, 1), slice(1, None), slice(None)):  # directly, and prepared for many examples
+    for cut in (slice(0, 1), slice(1, None), slice(None)):
         assert relative_error(variances(factor, features[cut]), want[cut]) < TIGHT
 
 
@@ -79,5 +79,5 @@ def test_some_outputs_other_priors_and_inverses_that_are_not_kept(monkeypatch):
     precision = 0.5 + draw(C, D, seed=5).square()
     per_weight = factor_of(rows, precision=precision[None])
     assert relative_error(variances(per_weight, features), oracle(rows, features, precision)) < TIGHT
-    monkeypatch.setattr(precision_module, "_KEPT", 0)
+    monkeypatch.setattr(softmax_output, "_KEPT", 0)
     assert relative_error(variances(factor_of(rows), features), want) < TIGHT
