@@ -19,7 +19,7 @@ from laplace_plus.curvature.structures import Curvature, Structure, used_differe
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.gradients import Gradients
 from laplace_plus.structured import Block, DiagonalBlock, EmbeddingGradients, KroneckerBlock, OuterGradients
-from laplace_plus.structured.chunks import MIB, slices
+from laplace_plus.structured.gradients import MIB, slices
 from laplace_plus.structured.layout import GENERAL, Layout
 
 MASK_KEY = "attention_mask"
@@ -201,10 +201,9 @@ class _Inputs:
 
     def note(self, gradients: OuterGradients | EmbeddingGradients) -> None:
         """Take some cotangents into account."""
-        for examples in gradients.side_chunks():
-            left = gradients.expand_left(gradients.raw_left[:, examples])  # [V, b, S, G, o]
-            reached = (left != 0).flatten(3).any(-1).any(0)  # [b, S]
-            self.is_reached[examples] |= (reached & ~self.tokens[examples]).any(1)
+        left = gradients.expand_left(gradients.raw_left)  # [V, B, S, G, o]
+        reached = (left != 0).flatten(3).any(-1).any(0)  # [B, S]
+        self.is_reached |= (reached & ~self.tokens).any(1)
 
     def kept(self) -> Tensor:
         """``[B, S]``: the positions that are not padding."""

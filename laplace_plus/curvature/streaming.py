@@ -18,7 +18,7 @@ from laplace_plus.network.batches import Batch, DataSums, same_sum
 from laplace_plus.network.gradients import batch_gradients
 from laplace_plus.network.linearization import Linearization, linearize
 from laplace_plus.network.network import Network
-from laplace_plus.structured.chunks import slices
+from laplace_plus.structured.gradients import slices
 
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""

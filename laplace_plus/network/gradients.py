@@ -25,7 +25,6 @@ from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.invariant import examined, use_gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
-from laplace_plus.structured.chunks import slices
 from laplace_plus.structured.gradients import (
     DenseGradients,
     EmbeddingGradients,
@@ -34,6 +33,7 @@ from laplace_plus.structured.gradients import (
     OuterGradients,
     SelectedGradients,
     concatenate,
+    slices,
 )
 from laplace_plus.structured.layout import GENERAL, Layout
 from laplace_plus.structured.parameter_slices import ParameterSlices

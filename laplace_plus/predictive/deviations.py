@@ -13,7 +13,7 @@ from laplace_plus.likelihoods.categorical import centring_weights, independent_v
 from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, pick, require_outputs, wants_variances
-from laplace_plus.structured.chunks import MIB, slices
+from laplace_plus.structured.gradients import MIB, slices
 
 MOST_EXACT = 512
 """Outputs of an example whose covariances are exact unless only the last layer is selected: each of them takes a

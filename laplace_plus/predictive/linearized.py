@@ -24,7 +24,7 @@ from laplace_plus.network.gradients import Gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_gradients
 from laplace_plus.structured import Factor
-from laplace_plus.structured.chunks import limit, slices
+from laplace_plus.structured.gradients import limit, slices
 from laplace_plus.structured.layout import Layout
 
 WHOLE = "all"

@@ -19,8 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import CheckpointError, ConfigurationError
-from laplace_plus.structured.chunks import MIB
-from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.gradients import MIB, ExampleGradients
 from laplace_plus.structured.log_determinants import Spectrum
 from laplace_plus.structured.parameter_slices import ParameterSlices
 

@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from laplace_plus.kernels import require_finite, symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
-from laplace_plus.structured.chunks import limit
 from laplace_plus.structured.eigen import DecomposedBlock, EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients
+from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, limit
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine
 from laplace_plus.structured.log_determinants import require_positive
 

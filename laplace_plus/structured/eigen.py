@@ -151,7 +151,8 @@ class DiagonalBlock(EigenBlock):
 
     @override
     def add(self, gradients: ExampleGradients, components: Tensor) -> None:
-        gradients.add_component_squares_(self.values, components)
+        for total, own in zip(self.values, gradients.by_component(components, self.n_components), strict=True):
+            own.add_squares_(total)
         self.changed()
 
     @override

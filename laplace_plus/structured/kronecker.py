@@ -135,20 +135,21 @@ class KroneckerBlock(DecomposedBlock):
         same for all cotangents.
         """
         if self.corrected is not None:
-            self.kronecker_basis().coordinates(gradients).add_component_squares_(self.corrected, components)
+            coordinates = self.kronecker_basis().coordinates(gradients)
+            for total, own in zip(self.corrected, coordinates.by_component(components, self.n_components), strict=True):
+                own.add_squares_(total)
             self._spectrum = None  # the basis stays
             return
         self.changed()
         parts: list[Any] = gradients.by_component(components, self.n_components)
         for total, part in zip(self.left_sums, parts, strict=True):
-            for examples in part.side_chunks():
-                left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, G, o]
-                left = left.sum(2, keepdim=True, dtype=total.dtype) if summed else left
-                if left.stride(-1) != 1 and left.shape[2] > 1:
-                    # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
-                    total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
-                else:
-                    total.add_rows(left.flatten(0, 2).movedim(1, 0))
+            left = part.expand_left(part.raw_left)  # [V, B, S, G, o]
+            left = left.sum(2, keepdim=True, dtype=total.dtype) if summed else left
+            if left.stride(-1) != 1 and left.shape[2] > 1:
+                # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
+                total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
+            else:
+                total.add_rows(left.flatten(0, 2).movedim(1, 0))
 
     @override
     def add_(self, other: Block) -> None:

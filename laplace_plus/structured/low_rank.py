@@ -15,8 +15,7 @@ from typing_extensions import override
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
-from laplace_plus.structured.chunks import MIB, limit, slices
-from laplace_plus.structured.gradients import DenseGradients, DerivedGradients, ExampleGradients
+from laplace_plus.structured.gradients import MIB, DenseGradients, DerivedGradients, ExampleGradients, limit, slices
 from laplace_plus.structured.log_determinants import require_positive
 
 _WRITTEN = 64

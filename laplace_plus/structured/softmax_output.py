@@ -31,9 +31,8 @@ from typing_extensions import override
 
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Block, Factor, IdentityBasis, register_block
-from laplace_plus.structured.chunks import MIB, slices
 from laplace_plus.structured.dense import DenseBlock, clamp_rounding
-from laplace_plus.structured.gradients import ExampleGradients, OutputLayerGradients
+from laplace_plus.structured.gradients import MIB, ExampleGradients, OutputLayerGradients, slices
 from laplace_plus.structured.log_determinants import Spectrum, require_positive
 
 _BYTES = 8

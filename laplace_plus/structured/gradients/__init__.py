@@ -3,11 +3,18 @@
 An :class:`ExampleGradients` holds one matrix for each of V cotangents and B examples, all of one shape ``[G, o, i]``
 (G independent groups of o × i matrices; G = 1 for all but grouped layers). The gradient of a linear layer is a matrix
 of rank S, the number of positions at which the layer is used. Its two sides take less memory and fewer operations than
-the matrix. Matrices are written out a bounded number at a time, and only where
-no other form takes fewer operations.
+the matrix. Matrices are written out a bounded number at a time, and only where no other form takes fewer operations.
 """
 
-from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients
+from laplace_plus.structured.gradients.base import (
+    MIB,
+    DenseGradients,
+    ExampleGradients,
+    OuterGradients,
+    concatenate,
+    limit,
+    slices,
+)
 from laplace_plus.structured.gradients.composed import (
     DerivedGradients,
     JoinedGradients,
@@ -15,9 +22,9 @@ from laplace_plus.structured.gradients.composed import (
     SelectedGradients,
 )
 from laplace_plus.structured.gradients.one_hot import EmbeddingGradients, OutputLayerGradients
-from laplace_plus.structured.gradients.outer import OuterGradients, concatenate
 
 __all__ = [
+    "MIB",
     "DenseGradients",
     "DerivedGradients",
     "EmbeddingGradients",
@@ -28,4 +35,6 @@ __all__ = [
     "OutputLayerGradients",
     "SelectedGradients",
     "concatenate",
+    "limit",
+    "slices",
 ]

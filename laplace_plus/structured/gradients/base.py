@@ -1,22 +1,63 @@
-"""Batched per-example gradients: the interface, and gradients that are written out."""
+r"""Batched per-example gradients: the interface, gradients that are written out, and sums of outer products.
+
+For one example of a linear layer or a convolution ``P_v = Σ_s g_vs a_sᵀ`` with output gradients ``g [V, S, G, o]`` and
+inputs ``a [S, G, i]`` at S positions (tokens, pixels). Weighted inner products ``Q_vw = Σ_oi D_oi P_v,oi P_w,oi`` have
+two forms:
+
+* *written*: write out the P, a few examples at a time; ``V S o i`` multiplications and as many more for each of P's
+  entries as their squares take;
+* *paired*: ``K_st,o = Σ_i a_si a_ti D_oi`` for the ``S (S + 1)/2`` pairs of positions, then
+  ``Q_vw = Σ_sto g_vs,o K_st,o g_wt,o``; ``S² o i/2`` and ``V S² o`` multiplications.
+
+The sum of squares ``Σ_v P_v²`` has both forms as well; in the second it is ``Σ_st (Σ_v g_vs,o g_vt,o)(a_si a_ti)``, one
+product over all examples and pairs. Pairs take a fifth to a seventh of the time for the 16 positions of a ResNet-18's
+last convolutions with 10 classes, and seven times longer for a transformer's 128 tokens.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.chunks import limit, slices
+MIB = 2**20
 
 _WRITTEN = 4
-"""MiB of a chunk that is written out. Smaller chunks make many small products."""
+"""MiB of a chunk that is written out, a few of one core's own caches (EPYC, Zen 4)."""
 
 _JOINT = 64
 """The same for products of all examples with each other, in which each chunk is written out once for every other."""
+
+_SIDES = 8
+"""MiB of a chunk of both sides of outer products: products with a basis are faster with many rows."""
+
+_EVERY = slice(None)
+
+_FEW = 16
+"""Up to one entry in so many is computed by itself, faster than with whole matrices."""
+
+_ENTRY = 10
+"""Multiply-adds of a large matrix product in the time of one operation entry by entry within the caches (float32)."""
+
+
+def limit(device: torch.device, mebibytes: int) -> int:
+    """Bytes of a chunk: so many MiB on a CPU, 256 MiB elsewhere, where larger products are not faster."""
+    return (mebibytes if device.type == "cpu" else 256) * MIB
+
+
+def slices(length: int, bytes_each: int, limit: int) -> Iterator[slice]:
+    """Cut ``range(length)`` into slices of at most ``limit`` bytes, and of at least one element.
+
+    This is the one loop that bounds memory: a convolution's patches, and gradients in place of their two sides, take
+    many times the memory of what they are made of.
+    """
+    step = max(1, limit // max(1, bytes_each))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
 
 
 class ExampleGradients(ABC):
@@ -50,10 +91,7 @@ class ExampleGradients(ABC):
 
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
         """Entries of some examples' matrices at ``[n]`` positions in the flattened array, ``[V, b, n]``."""
-        start, stop, _ = examples.indices(self.n_examples)
-        cuts = slices(stop - start, self.bytes_each(), limit(self.device, _WRITTEN))
-        parts = [slice(start + cut.start, start + cut.stop) for cut in cuts] or [examples]
-        return torch.cat([self.dense(part).flatten(2)[..., positions] for part in parts], 1)
+        return self.dense(examples).flatten(2)[..., positions]
 
     def bytes_each(self) -> int:
         """Memory that the matrices of one example take when they are written out."""
@@ -65,12 +103,6 @@ class ExampleGradients(ABC):
         for examples in slices(self.n_examples, self.bytes_each(), limit(self.device, _WRITTEN)):
             yield examples, self.dense(examples)
 
-    def squares(self) -> Tensor:
-        """``Σ_vn P_vn²``, entry by entry, ``[G, o, i]``."""
-        total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        self.add_squares_(total)
-        return total
-
     def add_squares_(self, total: Tensor) -> None:
         """Add ``Σ_vn P_vn²``, entry by entry, to ``total [G, o, i]``."""
         for _, values in self.chunks():
@@ -81,14 +113,6 @@ class ExampleGradients(ABC):
         if count == 1:
             return [self]
         return [self.select((components == number).nonzero().squeeze(-1)) for number in range(count)]
-
-    def add_component_squares_(self, totals: Tensor, components: Tensor) -> None:
-        """Add the squares of the cotangents of each component to ``totals [K, G, o, i]``; components are ``[V]``."""
-        for total, own in zip(totals, self.by_component(components, len(totals)), strict=True):
-            if own.dtype == total.dtype:
-                own.add_squares_(total)
-            else:
-                total += own.squares()
 
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
         """Weighted inner products of the matrices, ``Σ_goi w_goi P_v,n,goi P_v',n',goi``.
@@ -151,3 +175,198 @@ class DenseGradients(ExampleGradients):
     @override
     def in_dtype(self, dtype: torch.dtype) -> DenseGradients:
         return DenseGradients(self.values.to(dtype))
+
+
+def times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """``x_g U_g`` for rows ``[..., G or 1, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
+    matrices = matrices if matrices.dtype == rows.dtype else matrices.to(rows.dtype)
+    if rows.shape[-2] == len(matrices) == 1:
+        return rows.contiguous() @ matrices[0]  # of others torch would make many small products
+    lead = rows.shape[:-2]
+    rows = rows.expand(*lead, len(matrices), -1)
+    by_group = rows.movedim(-2, 0).reshape(len(matrices), lead.numel(), rows.shape[-1])
+    return (by_group @ matrices).transpose(0, 1).unflatten(0, lead)
+
+
+@dataclass
+class OuterGradients(ExampleGradients):
+    """Matrices ``P_vn = Σ_s left_vns right_nsᵀ``, group by group.
+
+    The two sides may be given in a raw form that is expanded for a few examples at a time: a convolution's patches take
+    k² times the memory of its input.
+
+    Attributes:
+        raw_right: Tensor with the B examples first; ``expand_right`` maps some of them to ``[b, S, G, i]``. Groups that
+            share one right side have ``G = 1`` there.
+        raw_left: Tensor with V cotangents, then B examples first; ``expand_left`` maps it to ``[V, b, S, G, o]``.
+        expand_right: See above.
+        expand_left: See above.
+        compute_dtype: The type in which sums are taken, at least float32.
+        add_right_products: Adds ``Σ_s a aᵀ`` of some of the raw right side to the lower triangles of ``[G, i, i]``,
+            where that is faster than expanding it first.
+        right_sizes: ``(S, G, i)`` of the expanded right side, where that is known without expanding any of it.
+    """
+
+    raw_right: Tensor
+    raw_left: Tensor
+    expand_right: Callable[[Tensor], Tensor] = torch.positive  # the tensor itself
+    expand_left: Callable[[Tensor], Tensor] = torch.positive
+    compute_dtype: torch.dtype | None = None
+    add_right_products: Callable[[Tensor, Tensor], None] | None = None
+    right_sizes: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.n_cotangents, self.n_examples = self.raw_left.shape[:2]
+        self.dtype = self.compute_dtype or torch.promote_types(self.raw_left.dtype, torch.float32)
+        self.device = self.raw_left.device
+        groups, rows = self.expand_left(self.raw_left[:1, :1]).shape[3:]
+        if self.right_sizes is None:
+            _, positions, right_groups, width = self.expand_right(self.raw_right[:1]).shape
+            self.right_sizes = positions, right_groups, width
+        self.n_positions, self.right_shape = self.right_sizes[0], self.right_sizes[1:]
+        self.shape = (groups, rows, self.right_sizes[2])
+
+    def left(self, examples: slice) -> Tensor:
+        """Left side ``[V, b, S, G, o]`` of some examples."""
+        return self.expand_left(self.raw_left[:, examples]).to(self.dtype)
+
+    def right(self, examples: slice) -> Tensor:
+        """Right side ``[b, S, G or 1, i]`` of some examples."""
+        return self.expand_right(self.raw_right[examples]).to(self.dtype)
+
+    def in_basis(self, left: Tensor | None, right: Tensor) -> OuterGradients:
+        """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` (None for the identity) and ``R [G or 1, i, i]``."""
+        dtype = torch.promote_types(self.dtype, right.dtype)
+
+        def expand_right(raw: Tensor) -> Tensor:
+            return times(self.expand_right(raw).to(dtype), right)
+
+        def expand_left(raw: Tensor) -> Tensor:
+            rows = self.expand_left(raw).to(dtype)
+            return rows if left is None else times(rows, left)
+
+        if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
+            return OuterGradients(expand_right(self.raw_right), expand_left(self.raw_left), compute_dtype=dtype)
+        sizes = (self.n_positions, max(self.right_shape[0], len(right)), self.shape[2])
+        sides = {"expand_right": expand_right, "expand_left": expand_left, "right_sizes": sizes}
+        return replace(self, compute_dtype=dtype, add_right_products=None, **sides)
+
+    def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:
+        """Slices whose sides and so many bytes for each are of bounded size."""
+        groups, rows, columns = self.shape
+        each = self.n_positions * groups * (self.n_cotangents * rows + columns) * self.dtype.itemsize
+        return slices(self.n_examples, max(each, bytes_each), limit(self.device, _SIDES))
+
+    @override
+    def dense(self, examples: slice) -> Tensor:
+        left, right = self.left(examples), self.right(examples)
+        if self.n_positions == 1:
+            return left.squeeze(2).unsqueeze(-1) * right.squeeze(1).unsqueeze(-2)
+        return torch.einsum("vbsgo,bsgi->vbgoi", left, right.expand(-1, -1, self.shape[0], -1))
+
+    @override
+    def entries(self, examples: slice, positions: Tensor) -> Tensor:
+        groups, rows, columns = self.shape
+        if _FEW * len(positions) > groups * rows * columns:
+            return super().entries(examples, positions)
+        row = positions // columns
+        column = positions % columns + (row // rows * columns if self.right_shape[0] > 1 else 0)
+        return (self.left(examples).flatten(3)[..., row] * self.right(examples).flatten(2)[..., column]).sum(2)
+
+    @override
+    def select(self, cotangents: Tensor) -> OuterGradients:
+        return replace(self, raw_left=self.raw_left[cotangents])
+
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> OuterGradients:
+        return replace(self, compute_dtype=dtype)
+
+    @override
+    def project(self, matrices: Tensor) -> Tensor:
+        groups, rows, columns = self.shape
+        count = len(matrices)
+        # Either every P is written out, or each row of the right side meets every U.
+        written = self.n_cotangents * columns * (self.n_positions + count)
+        if written < self.n_positions * count * (columns + self.n_cotangents):
+            return super().project(matrices)
+        results = []
+        by_column = matrices.to(self.dtype).permute(1, 3, 0, 2).flatten(2)  # [G, i, r·o]
+        for examples in self.side_chunks(self.n_positions * groups * rows * count * self.dtype.itemsize):
+            products = times(self.right(examples), by_column).unflatten(-1, (count, rows))  # [b, S, G, r, o]
+            products = products.transpose(3, 4).flatten(1, 3)  # [b, S·G·o, r]
+            results.append((self.left(examples).transpose(0, 1).flatten(2) @ products).transpose(0, 1))
+        return torch.cat(results, 1)
+
+    def _pairs(self) -> bool:
+        """Whether pairs of positions take fewer operations than written matrices."""
+        v, s, columns = self.n_cotangents, self.n_positions, self.shape[2]
+        return s * s * (columns / 2 + _ENTRY * v) < columns * v * (s + 2 * _ENTRY)
+
+    @override
+    def add_squares_(self, total: Tensor) -> None:
+        if not self._pairs():
+            super().add_squares_(total)
+            return
+        groups, rows, columns = self.shape
+        s, t = torch.tril_indices(self.n_positions, self.n_positions, device=self.device)
+        twice = torch.where(s == t, 1, 2)[:, None, None]
+        for examples in self.side_chunks(len(s) * groups * (2 * rows + columns) * self.dtype.itemsize):
+            left, right = self.left(examples), self.right(examples)
+            if self.n_positions == 1:
+                g, a = left.square().sum(0), right.square()
+            else:
+                g, a = torch.zeros_like(left[0, :, :1]), right[:, s] * right[:, t]
+                for own in left:  # [b, T, G, o]
+                    g = torch.addcmul(g, own[:, s], own[:, t])
+                g = g * twice
+            a = a.expand(-1, -1, groups, -1)
+            total += torch.einsum("btgo,btgi->goi", g, a)
+
+    @override
+    def quadratic(self, weights: Tensor, mode: str) -> Tensor:
+        if self.n_positions > 1:
+            written = mode == "joint" or not self._pairs()
+            return super().quadratic(weights, mode) if written else self._paired(weights, mode)
+        right = self.right(_EVERY).squeeze(1)  # [B, G, i]
+        left = self.left(_EVERY).flatten(2).transpose(0, 1)  # [B, V, G·o]
+        if mode == "joint":
+            return _rank_one_joint(left, right, weights)
+        scale = times(right.square(), weights.mT).flatten(1)  # [B, G·o]
+        if mode == "diagonal":
+            return torch.bmm(left.square(), scale[:, :, None])[..., 0]
+        return torch.bmm(left * scale.unsqueeze(1), left.mT)
+
+    def _paired(self, weights: Tensor, mode: str) -> Tensor:
+        groups, rows, columns = self.shape
+        n, v = self.n_positions, self.n_cotangents
+        s, t = torch.tril_indices(n, n, device=self.device)
+        place = torch.empty(n, n, dtype=torch.long, device=self.device)
+        place[s, t] = place[t, s] = torch.arange(len(s), device=self.device)
+        results = []
+        for examples in self.side_chunks(groups * (len(s) * columns + n * rows * (2 * n + v)) * self.dtype.itemsize):
+            left, right = self.left(examples), self.right(examples)
+            kernel = times(right[:, s] * right[:, t], weights.mT).flatten(2)[:, place]  # [b, S, S, G·o]
+            flat = left.flatten(3).transpose(0, 1)  # [b, V, S, G·o]
+            met = kernel[:, None, :, 0] * flat[:, :, 0, None]  # Σ_t K_st,o g_vt,o: [b, V, S, G·o]
+            for position in range(1, n):
+                met = torch.addcmul(met, kernel[:, None, :, position], flat[:, :, position, None])
+            results.append((flat * met).sum((2, 3)) if mode == "diagonal" else met.flatten(2) @ flat.flatten(2).mT)
+        return torch.cat(results)
+
+
+def _rank_one_joint(rows: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    """All pairs of examples for left sides ``[B, V, G·o]`` and right sides ``[B, G, i]`` at one position."""
+    b, v = rows.shape[:2]
+    result = weights.new_zeros(b, v, b, v)
+    for number in range(b):
+        kernel = times(right[number:] * right[number], weights.mT).flatten(1)  # [c, G·o]
+        block = (rows[number] * kernel[:, None]) @ rows[number:].mT  # [c, V, V']
+        result[number, :, number:] = block.transpose(0, 1)
+        result[number:, :, number] = block.mT
+    return result
+
+
+def concatenate(uses: list[OuterGradients]) -> OuterGradients:
+    """The gradient of a weight that is used several times: the positions of all uses are positions of one."""
+    left, right = torch.cat([use.left(_EVERY) for use in uses], 2), torch.cat([use.right(_EVERY) for use in uses], 1)
+    return OuterGradients(right, left, compute_dtype=uses[0].dtype)

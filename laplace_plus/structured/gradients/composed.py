@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients.base import ExampleGradients
+from laplace_plus.structured.gradients.base import ExampleGradients, times
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
-from laplace_plus.structured.gradients.outer import times
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
@@ -48,6 +47,10 @@ class SelectedGradients(DerivedGradients):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shape = (1, 1, len(self.positions))
+
+    @override
+    def bytes_each(self) -> int:
+        return self.source.bytes_each()  # which may be written out
 
     @override
     def dense(self, examples: slice) -> Tensor:

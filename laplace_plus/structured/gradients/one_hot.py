@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.chunks import limit, slices
-from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients
-from laplace_plus.structured.gradients.outer import OuterGradients
+from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients, OuterGradients, limit, slices
 
 _COMPACT = 16
 """MiB of a chunk of an embedding's gradients."""
@@ -41,10 +39,6 @@ class EmbeddingGradients(ExampleGradients):
         self.n_positions = self.left.shape[2]
         # As of OuterGradients.
         self.raw_left, self.expand_left = self.left[:, :, :, None], torch.positive
-
-    def side_chunks(self) -> Iterator[slice]:
-        """A slice of all examples, as of :meth:`OuterGradients.side_chunks`."""
-        return iter([slice(0, self.n_examples)])
 
     def compact(self, examples: slice) -> tuple[Tensor, Tensor]:
         """The matrices ``[V, b, 1, o, u]`` over the u columns that occur in these examples, and those columns."""
