@@ -20,7 +20,7 @@ from laplace_plus.network.gradients import Gradients, batch_gradients, loss_grad
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
-from laplace_plus.structured.limited_rank import gram_sum
+from laplace_plus.structured.gram_sum import gram_sum
 from laplace_plus.structured.softmax_output import SoftmaxOutputBlock, SoftmaxOutputRows
 
 Observed = tuple[Tensor, Tensor, Tensor]

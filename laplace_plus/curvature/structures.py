@@ -24,8 +24,8 @@ from laplace_plus.structured import (
     KroneckerBlock,
     OuterGradients,
 )
+from laplace_plus.structured.gram_sum import gram_sum
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, MATRIX, Layout
-from laplace_plus.structured.limited_rank import gram_sum
 
 DENSE_OUTPUTS = 4096
 """With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise.

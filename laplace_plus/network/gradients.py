@@ -35,8 +35,7 @@ from laplace_plus.structured.gradients import (
     concatenate,
     slices,
 )
-from laplace_plus.structured.layout import GENERAL, Layout
-from laplace_plus.structured.parameter_slices import ParameterSlices
+from laplace_plus.structured.layout import GENERAL, Layout, ParameterSlices
 
 COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""

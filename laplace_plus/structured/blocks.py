@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.structured.gradients import MIB, ExampleGradients
+from laplace_plus.structured.layout import ParameterSlices
 from laplace_plus.structured.log_determinants import Spectrum
-from laplace_plus.structured.parameter_slices import ParameterSlices
 
 TILE = 2**20
 """Numbers that are drawn at a time, or one draw's where it has more. Seeded draws depend on this value."""

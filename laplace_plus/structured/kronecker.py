@@ -19,8 +19,16 @@ from laplace_plus.structured.gradients import (
     OuterGradients,
     OutputLayerGradients,
 )
-from laplace_plus.structured.gram_sum import DiagonalSum, EigenPairs, GramSum, combine, weighted_rows
-from laplace_plus.structured.limited_rank import LimitedSum, Reflections, combine_limited
+from laplace_plus.structured.gram_sum import (
+    DiagonalSum,
+    EigenPairs,
+    GramSum,
+    LimitedSum,
+    Reflections,
+    combine,
+    combine_limited,
+    weighted_rows,
+)
 from laplace_plus.structured.log_determinants import log_determinant
 
 
@@ -29,7 +37,7 @@ class KroneckerBasis(Basis):
     """``R z = L z Nᵀ`` group by group, with orthogonal sides.
 
     Attributes:
-        left: L ``[G, o, o]``, a tensor or :class:`~laplace_plus.structured.limited_rank.Reflections`, or None for the
+        left: L ``[G, o, o]``, a tensor or :class:`~laplace_plus.structured.gram_sum.Reflections`, or None for the
             identity.
         right: N ``[G or 1, i, i]``, likewise.
     """

@@ -24,9 +24,8 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import Block, Factor
-from laplace_plus.structured.layout import Layout
+from laplace_plus.structured.layout import Layout, ParameterSlices
 from laplace_plus.structured.log_determinants import Spectrum
-from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from laplace_plus.structured.gradients import (
     base,
     concatenate,
 )
-from laplace_plus.structured.parameter_slices import ParameterSlices
+from laplace_plus.structured.layout import ParameterSlices
 
 EVERY = slice(None)
 MODES = ("full", "diagonal", "joint")

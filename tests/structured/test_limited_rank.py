@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from laplace_plus.errors import NonFiniteError
-from laplace_plus.structured.limited_rank import LimitedSum, Reflections, gram_sum
+from laplace_plus.structured.gram_sum import LimitedSum, Reflections, gram_sum
 
 SIZE, RANK = 60, 4
 OPTIONS = {"dtype": torch.float64, "device": torch.device("cpu")}

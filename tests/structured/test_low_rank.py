@@ -10,7 +10,7 @@ from laplace_plus.errors import NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg import lanczos
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
 from laplace_plus.structured.gradients import JoinedGradients, OuterGradients
-from laplace_plus.structured.parameter_slices import ParameterSlices
+from laplace_plus.structured.layout import ParameterSlices
 
 N, RANK = 12, 4
 WEIGHT = torch.tensor([1.7], dtype=torch.float64)

@@ -248,8 +248,7 @@ class OuterGradients(ExampleGradients):
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
             return OuterGradients(expand_right(self.raw_right), expand_left(self.raw_left), compute_dtype=dtype)
         sizes = (self.n_positions, max(self.right_shape[0], len(right)), self.shape[2])
-        sides = {"expand_right": expand_right, "expand_left": expand_left, "right_sizes": sizes}
-        return replace(self, compute_dtype=dtype, add_right_products=None, **sides)
+        return OuterGradients(self.raw_right, self.raw_left, expand_right, expand_left, dtype, right_sizes=sizes)
 
     def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:
         """Slices whose sides and so many bytes for each are of bounded size."""

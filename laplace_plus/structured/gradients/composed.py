@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from laplace_plus.structured.gradients.base import ExampleGradients, times
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
-from laplace_plus.structured.parameter_slices import ParameterSlices
+from laplace_plus.structured.layout import ParameterSlices
 
 
 @dataclass
