@@ -106,13 +106,6 @@ def test_cutting_into_batches_changes_nothing(combination, sizes, task):
     assert cut.log_marginal_likelihood().item() == pytest.approx(once.log_marginal_likelihood().item(), rel=ROUNDING)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 9, [4, 4, 1], [9]])
-@pytest.mark.parametrize(("name", "kind"), SUPPORTED)
-def test_single_and_ragged_batches(name, kind, sizes):
-    cut = fit(name, kind, batches(*data(9), sizes))
-    assert relative_error(cut.precision_matrix(), whole(name, kind, "classification").precision_matrix()) < ROUNDING
-
-
 @pytest.mark.parametrize(("name", "kind"), [pair for pair in SUPPORTED if pair[0] != "EKFAC"])
 def test_update_is_a_fit_to_everything(name, kind):
     x, y = data(9)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from problems import categorical_hessian, ekfac, ggn, jacobian, relative_error
+from problems import ekfac, ggn, jacobian, relative_error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -303,40 +303,6 @@ def test_the_last_layer_may_be_the_only_one(name, wrap):
     every = CLASSES[name](net, "classification").fit([(x, y)])
     assert last.n_parameters == 12
     assert relative_error(last.precision_matrix(), every.precision_matrix()) < EXACT
-
-
-class TimeFirst(nn.Module):
-    """Works on [T, B, ·] inside; its units die on inputs below zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(1, 3), nn.Linear(3, 3)
-        with torch.no_grad():
-            self.inner.weight.abs_()
-            self.inner.bias.zero_()
-
-    def forward(self, x):
-        hidden = torch.relu(self.inner(x.transpose(0, 1)))
-        return self.head(hidden.sum(0))
-
-
-@each_class
-def test_examples_are_told_apart_after_a_batch_without_gradients(name):
-    """Where the first batch reaches no unit, it says nothing about which axis the examples lie along."""
-    torch.manual_seed(0)
-    net = TimeFirst().double()
-    x = torch.rand(6, 4, 1, dtype=torch.float64) + 0.1
-    x[0] = x[1] = -1.0
-    y = torch.arange(6) % 3
-    exact = ggn(jacobian(net, x), categorical_hessian(net(x).detach()))
-    posterior = CLASSES[name](net, "classification").fit([(x[:2], y[:2]), (x[2:4], y[2:4]), (x[4:], y[4:])])
-    if name == "Full":
-        assert relative_error(posterior.precision_matrix() - torch.eye(len(exact)), exact) < EXACT
-    elif name != "KFAC":
-        got = posterior.precision_matrix().trace().item() - len(exact)
-        assert got == pytest.approx(exact.trace().item(), rel=EXACT)
-    whole = CLASSES[name](net, "classification").fit([(x, y)])
-    assert relative_error(posterior.precision_matrix(), whole.precision_matrix()) < EXACT
 
 
 class Graph(nn.Module):

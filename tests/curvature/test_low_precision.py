@@ -10,9 +10,9 @@ from problems import whole_tensors
 from torch import Tensor, nn
 
 import laplace_plus as lp
+from laplace_plus.checks import PRODUCTS
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.likelihoods import Categorical
-from laplace_plus.linalg.linear_maps import PRODUCTS
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 
@@ -135,34 +135,6 @@ def test_products_are_summed_in_float32(dtype, ambient):
         # Sums in half precision would be off by 4e-3 (bfloat16) and 5e-4 at the least.
         torch.testing.assert_close(found[key]["right"].double(), want, rtol=3e-6, atol=3e-6 * float(want.max()))
         assert int(found[key]["right"][0, -1, -1]) == found[key]["count"]
-
-
-def test_scaled_losses_of_a_training_leave_no_trace():
-    def trained(scaler: torch.amp.GradScaler) -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = nn.functional.cross_entropy(model(x).float(), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()  # left behind, as accumulation does
-        return model
-
-    generator = torch.Generator().manual_seed(2)
-    x, y = torch.randn(20, 3, generator=generator), torch.randint(0, 4, (20,), generator=generator)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)  # a power of two: the weights come out the same
-    scaled, plain = trained(scaler), trained(torch.amp.GradScaler("cpu", enabled=False))
-    gradients = [parameter.grad.clone() for parameter in scaled.parameters()]
-    ours, theirs = (lp.KFAC(model, "classification").fit([(x, y)]) for model in (scaled, plain))
-    assert torch.equal(scaled[0].weight, plain[0].weight)
-    assert not torch.equal(scaled[0].weight.grad, plain[0].weight.grad)
-    assert torch.equal(ours.variance(), theirs.variance())
-    assert scaler.get_scale() == 2.0**12
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(scaled.parameters(), gradients, strict=True))
 
 
 @HALVES

@@ -192,44 +192,6 @@ def test_a_mask_that_the_network_ignores_hides_nothing(sharing):
     assert_equal_blocks(got, blocks(model, [({"x": x, "attention_mask": torch.ones_like(mask)}, y)], sharing))
 
 
-SMALL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def hugging_face(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    common = {**sizes, "intermediate_size": 8, "num_labels": 3}
-    transformers = imported("transformers")
-    if kind == "bert":
-        model = transformers.BertForSequenceClassification(
-            transformers.BertConfig(**common, **SMALL, max_position_embeddings=8)
-        )
-    elif kind == "albert":  # one layer, used twice
-        more = {"classifier_dropout_prob": 0.0, "embedding_size": 4, "max_position_embeddings": 8}
-        model = transformers.AlbertForTokenClassification(transformers.AlbertConfig(**common, **SMALL, **more))
-    else:
-        sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-        config = transformers.GPT2Config(vocab_size=9, num_labels=3, pad_token_id=0, **sizes)
-        model = transformers.GPT2ForSequenceClassification(config)
-    return model.double().eval()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "bert", "albert")],
-)
-def test_hugging_face_models(kind):
-    model, tokens = hugging_face(kind), sequences()
-    batch, target = padded(tokens), LABELS
-    alone = [(one, LABELS[n : n + 1]) for n, one in enumerate(one_by_one(tokens))]
-    if kind == "albert":
-        target = torch.where(batch["attention_mask"] == 1, LABELS[:, None], -100)
-        alone = [(one, y.expand_as(one["input_ids"])) for one, y in alone]
-    got, wanted = blocks(model, [(batch, target)], "expand"), blocks(model, alone, "expand")
-    assert sum("count" in whole_tensors(block) for block in wanted.values()) >= 8
-    assert_equal_blocks(got, wanted)
-
-
 class Encoder(nn.Module):
     """torch's own encoder, whose attention keeps its projections in one weight."""
 

@@ -110,6 +110,16 @@ def test_time_before_batch(shapes, recurrent):
     assert_exact(TimeFirst(recurrent), [torch.randn(*shape, 3) for shape in shapes])
 
 
+def test_time_before_batch_after_a_batch_that_reaches_no_unit():
+    """A first batch without gradients says nothing about which axis the examples lie along."""
+    torch.manual_seed(0)
+    model = TimeFirst(False)
+    with torch.no_grad():
+        model.embed.weight.abs_()
+        model.embed.bias.zero_()
+    assert_exact(model, [-torch.rand(4, 2, 3), torch.rand(4, 2, 3) + 0.1, torch.rand(4, 3, 3) + 0.1])
+
+
 class Squeezes(nn.Module):
     """A network that works for batches of two or more only."""
 
