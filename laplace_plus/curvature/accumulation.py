@@ -44,6 +44,7 @@ class Accumulation:
         self.total = Curvature([]) if total is None else total
         self._is_first = True  # chunk of cotangents
         self._expands = getattr(structure, "weight_sharing", "expand") == "expand"  # positions as examples of their own
+        self._corrects = self.total.is_corrected  # a second pass, for the eigenvalues alone
         self._waiting: dict[str, _Inputs] = {}
         capture, self._tokens = gradients.capture, None
         if isinstance(capture.inputs, Mapping) and not capture.pointwise:
@@ -68,6 +69,10 @@ class Accumulation:
         """Add the cotangents ``[V, B, *, C]``, which belong to components ``[V]``."""
         for layout, own in self.gradients.blocks(cotangents, self.layouts):
             block = self._blocks.get(layout.key)
+            if self._corrects:
+                if isinstance(block, KroneckerBlock):
+                    block.add(own, components)
+                continue
             if block is None:
                 capture, dtype = self.gradients.capture, self.gradients.network.dtype
                 is_last = layout.shape[1] == capture.output_shape[-1] and capture.last_used in layout.names

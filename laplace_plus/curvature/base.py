@@ -61,33 +61,14 @@ class Backend(ABC):
     ) -> tuple[Curvature, Tensor]:
         """Add one batch's curvature to a sum in place; None begins one.
 
+        To a sum with corrected eigenvalues (EKFAC) only those are added.
+
         Returns:
             The sum, and the batch's outputs ``[B, *, C]``.
 
         Raises:
-            UnsupportedError: The backend cannot do this combination; it names one that can be done.
             DataError: The network used its parameters differently than in earlier batches; the sum is then spoilt.
         """
-
-    def correct(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        batch: Batch,
-        curvature: Curvature,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> int:
-        """Add one batch to the corrected eigenvalues of an EKFAC curvature, in place.
-
-        Returns:
-            The number of examples in the batch.
-
-        Raises:
-            UnsupportedError: The backend has no eigenvalue correction.
-        """
-        what = f"The {self.name} backend has no eigenvalue correction."
-        raise UnsupportedError(what, expected="a backend with EKFAC", got=self.name, fix='Use backend="native".')
 
     def operator(
         self,
@@ -120,9 +101,10 @@ class Backend(ABC):
                 got=self.kind,
                 fix=fix,
             )
-        if self.name != "native" and (rank := getattr(structure, "factor_rank", None)) is not None:
-            what, got = f"The {self.name} backend keeps whole Kronecker factors.", f"factor_rank={rank}"
-            raise UnsupportedError(what, expected="factor_rank=None", got=got, fix='Use backend="native".')
+        for name in ("factor_rank", "eigenvalue_corrected") if self.name != "native" else ():
+            if value := getattr(structure, name, None):
+                what, got = f"The {self.name} backend keeps Kronecker factors as they are.", f"{name}={value}"
+                raise UnsupportedError(what, expected=f"no {name}", got=got, fix='Use backend="native".')
         if self.kind in ("empirical_fisher", "hessian") and likelihood.n_noise > 1:
             raise UnsupportedError(
                 f"The {self.kind} curvature mixes outputs with different noise levels.",

@@ -59,7 +59,6 @@ class Native(Backend):
         *,
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
-        self.check(structure, likelihood)
         if self.kind == "hessian":
             curvature, outputs = _hessian(network, likelihood, batch, structure)
             return curvature if total is None else total.add_(curvature), outputs
@@ -68,7 +67,8 @@ class Native(Backend):
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
         observed = rows, _, weight = likelihood.rows(outputs, batch.target)
-        if self.kind == "ggn" and likelihood.n_noise == 1 and (capture.pointwise or structure.name == "full"):
+        is_second = total is not None and total.is_corrected
+        if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not is_second:
             direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
             if direct is not None:
                 return direct if total is None else total.add_(direct), outputs
@@ -78,27 +78,6 @@ class Native(Backend):
         for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
             sums.add(cotangents, components)
         return sums.finish(), outputs
-
-    @override
-    def correct(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        batch: Batch,
-        curvature: Curvature,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> int:
-        blocks = {layout.key: block for layout, block in curvature}
-        gradients = batch_gradients(network, batch)
-        shape = gradients.capture.output_shape
-        observed = likelihood.rows(gradients.capture.outputs.view(shape), batch.target)
-        for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
-            for layout, own in gradients.blocks(cotangents, curvature.layouts):
-                block = blocks[layout.key]
-                if isinstance(block, KroneckerBlock):
-                    block.add(own, components)
-        return shape[0]
 
     def _cotangents(
         self, likelihood: Likelihood, observed: Observed, gradients: Gradients, generator: torch.Generator | None
@@ -185,7 +164,7 @@ def last_layer_curvature(
     It is that of outputs ``rows [N, C]`` with weights ``[N]``, 0 for ignored observations.
     """
     network = gradients.network
-    hessian = likelihood.output_curvature(rows, weight) if gradients.capture.pointwise else None
+    hessian = likelihood.output_curvature(rows, weight)
     found = None if hessian is None else output_layer_inputs(gradients)
     if hessian is None or found is None:
         return None

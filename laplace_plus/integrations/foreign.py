@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.native import Native
-from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure
+from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import widen
@@ -68,12 +68,6 @@ class Layer:
 
 class ForeignBackend(Backend):
     """A backend that leaves the work to another library; see :class:`Backend`."""
-
-    @override
-    def check(self, structure: Structure, likelihood: Likelihood) -> None:
-        super().check(structure, likelihood)
-        if isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected:
-            raise self.refusal("has no eigenvalue correction", "eigenvalue_corrected=False", "True")
 
     @override
     def accumulate(

@@ -174,7 +174,11 @@ class GaussianPosterior(Posterior):
             own.zero_()
         again, name = 0, f"{type(self).__name__}: eigenvalues"
         for batch in self.batches(data, progress=progress, description=name) if seen else ():
-            again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
+            options: Any = {"generator": generator}
+            _, outputs = self.backend.accumulate(
+                curvature, self.network, self.likelihood, batch, self.structure, **options
+            )
+            again += len(outputs)
         if again != seen:
             what, fix = "The data changed from one pass to the other.", "Pass a loader that yields the same data."
             raise DataError(what, expected=f"{seen} examples again", got=f"{again}", fix=fix)
