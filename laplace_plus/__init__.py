@@ -40,7 +40,7 @@ from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
 from laplace_plus.tuning import Auto, LeaveOneOut
 from laplace_plus.tuning.base import Tuner, TuningResult
-from laplace_plus.tuning.left_out_predictions import leave_one_out
+from laplace_plus.tuning.leave_one_out import leave_one_out
 from laplace_plus.tuning.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
 from laplace_plus.tuning.tangent import Tangent
 from laplace_plus.tuning.validation import Validation

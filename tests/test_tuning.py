@@ -32,7 +32,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.predictive import from_samples
-from laplace_plus.tuning.objective import Objective
+from laplace_plus.tuning.marginal_likelihood import Objective
 
 CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "Diagonal": lp.Diagonal}
 METHODS = ["marginal_likelihood", "mackay", "em"]

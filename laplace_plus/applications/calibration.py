@@ -48,9 +48,9 @@ from laplace_plus.predictive.linearized import (
     outputs_for,
     require_outputs,
 )
-from laplace_plus.tuning import fitted_data
 from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
-from laplace_plus.tuning.left_out_predictions import leave_one_out
+from laplace_plus.tuning.laplace import check_training_prior, survey, unknown_training_prior
+from laplace_plus.tuning.leave_one_out import leave_one_out
 
 LARGEST = 8.0
 """A temperature beyond this, or its inverse, is taken for a search that did not end, and gives a warning."""
@@ -250,7 +250,7 @@ def calibrate(
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
             raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
         return _scaled_by(posterior, data, method, progress=progress, **sampling)
-    known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
+    known = check_training_prior(training_prior_precision, weight_decay)
     checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
     checks.number("interpolation", interpolation, least=0.0)
     link = posterior.likelihood.links[0] if link is None else link
@@ -269,7 +269,7 @@ def calibrate(
             return result("marginal_likelihood", scale=1.0)
         fix = 'Pass fallback="marginal_likelihood" to predict with that prior precision, or calibrate on held-out data.'
         if not known:
-            raise fitted_data.unknown_training_prior(fix)
+            raise unknown_training_prior(fix)
         what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
         expected = f"a mean training loss of at least {interpolation:.3g} nats"
         raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
@@ -309,7 +309,7 @@ def _outputs(posterior: Posterior, x: Any) -> Tensor:
 def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
     """The network's mean loss on the data of the fit, and the number of terms that its mean has in training."""
     model, network = posterior.laplace_model(), posterior.network
-    seen = fitted_data.survey(model, network, data, posterior.n_data, progress=progress, description="training loss")
+    seen = survey(model, network, data, posterior.n_data, progress=progress, description="training loss")
     checks.positive("The number of targets that count", seen.n_rows)
     return -float(model.log_likelihood()) / seen.n_rows, seen.n_entries
 

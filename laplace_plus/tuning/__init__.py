@@ -3,8 +3,7 @@
 from laplace_plus.tuning.auto import Auto, AutoTuning
 from laplace_plus.tuning.base import Tuner, TuningResult
 from laplace_plus.tuning.laplace import LaplaceModel
-from laplace_plus.tuning.leave_one_out import LeaveOneOut, LeaveOneOutTuning
-from laplace_plus.tuning.left_out_predictions import LeaveOneOutPredictions
+from laplace_plus.tuning.leave_one_out import LeaveOneOut, LeaveOneOutPredictions, LeaveOneOutTuning
 from laplace_plus.tuning.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
 from laplace_plus.tuning.noise import NoiseEstimate, noise_from_residuals
 from laplace_plus.tuning.tangent import Tangent, TangentResult

@@ -1,22 +1,314 @@
-"""Tuning by the Laplace evidence, the marginal likelihood at the network's own weights."""
+"""Tuning by the Laplace evidence, the marginal likelihood at the network's own weights.
+
+With the weights fixed and a positive semi-definite curvature H, the evidence is concave in the logarithms of all
+hyperparameters together: ``det(e^b H + diag(e^u))`` is a sum of exponentials of linear functions with non-negative
+coefficients, so its logarithm is convex. There is one optimum; the coarse grid of :meth:`Objective.start` only shortens
+the way to it.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
+import scipy
 import torch
+from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
-from laplace_plus.priors import Groups
-from laplace_plus.tuning.base import Tunable, TuningResult
-from laplace_plus.tuning.groups import check_structure
-from laplace_plus.tuning.normalized_groups import NAME as NORMALISED
-from laplace_plus.tuning.objective import EvidencePoint, Objective
+from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
+from laplace_plus.structured import DiagonalBlock
+from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
+from laplace_plus.tuning.groups import NAME as NORMALISED
+from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal, g_prior_scaling
+from laplace_plus.tuning.laplace import LaplaceModel
+
+REACH = 30.0
+"""Half-width of the search in log precision around the scale of the parameters: a factor of 1e13 either way. Below
+that, float64 rounds the prior away from eigenvalues of the curvature."""
+
+SPAN = math.log(1e30)
+"""Largest log precision, in absolute value: float32 ends at 1e38."""
+
+WIDEST = 1e-4
+"""Least precision of a single entry, as a part of the best common one: less would gain γ/20 000 nats in all."""
+
+NOISE_SHIFTS = (-1.0, 0.0, 0.7)
+"""Log noise levels of the coarse grid, beside those of the residuals: with T < 1 or many parameters they differ."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The evidence as a function of one vector of logarithms, ``[log precisions…, log noise…]``, float64 on the CPU.
+
+    Attributes:
+        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
+        tune_noise: Whether noise levels are searched too.
+        groups: The groups of the model; for other structures than ``"layerwise"`` those of the posterior.
+        scaling: Positive ``[P]``: the prior precision of each entry over that of its group; None for ones.
+        limits: The box ``[2, n]`` in which to search; None for the default.
+    """
+
+    model: LaplaceModel
+    structure: PriorStructure
+    temperature: Tensor
+    tune_noise: bool
+    groups: Groups
+    scaling: Tensor | None = None
+    limits: Tensor | None = None
+
+    @classmethod
+    def create(
+        cls,
+        posterior: Tunable,
+        structure: str | Groups,
+        data: Iterable[Any] | None = None,
+        tune_noise: bool | None = None,
+        scaling: str | None = None,
+    ) -> Objective:
+        """The objective of a posterior with the groups of a structure; ``ConfigurationError`` for bad choices."""
+        model, groups, kind = posterior.laplace_model(), posterior.prior_groups, LAYERWISE
+        if structure == "scalar" or structure == "diagonal":
+            kind = "scalar" if structure == "scalar" else "diagonal"
+        else:
+            groups = chosen_groups(posterior, structure, data)
+            model = replace(model, layer_index=groups.index)
+        if scaling is not None and kind == "diagonal":
+            raise ConfigurationError(
+                "A precision for each entry leaves nothing to scale.", expected="another structure", got=repr(structure)
+            )
+        tune_noise = tunes_noise(model.likelihood, tune_noise)
+        diagonal = None if scaling is None else g_prior_scaling(model, kind)
+        return cls(model, kind, posterior.temperature.detach(), tune_noise, groups, diagonal)
+
+    @property
+    def n_precisions(self) -> int:
+        """The number of prior precisions."""
+        return {"scalar": 1, "layerwise": self.model.n_layers, "diagonal": len(self.model.vector)}[self.structure]
+
+    def split(self, logarithms: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Precisions, of each entry where they are scaled, and noise levels (None if they are not searched)."""
+        precision, noise = logarithms[: self.n_precisions].exp(), logarithms[self.n_precisions :].exp()
+        if self.structure == "scalar":
+            precision = precision[0]
+        if self.scaling is not None:
+            each = precision if self.structure == "scalar" else precision[self.model.layer_index.to(precision.device)]
+            precision = each * self.scaling.to(precision.device)
+        if not self.tune_noise:
+            return precision, None
+        own = self.model.likelihood.noise_std
+        return precision, noise[0] if own is not None and own.ndim == 0 else noise
+
+    def value(self, logarithms: Tensor) -> Tensor:
+        """The log evidence; differentiable."""
+        precision, noise = self.split(logarithms)
+        return self.model.log_marginal_likelihood(precision, self.temperature, noise)
+
+    def at(self, logarithms: Tensor) -> EvidencePoint:
+        """The log evidence and its gradient."""
+        with torch.enable_grad():
+            point = logarithms.detach().clone().requires_grad_()
+            value = self.value(point)
+            (gradient,) = torch.autograd.grad(value, point)
+        return EvidencePoint(self, point.detach(), value.item(), gradient)
+
+    def scatter(self) -> Tensor:
+        """``Σ s_j (θ̂−μ₀)_j²`` over the entries that share a precision, with their scaling s, ``[n_precisions]``."""
+        if self.scaling is None:
+            return self.model.scatter(self.structure).detach().cpu().view(-1)
+        return self._sums(self.model.scatter("diagonal").detach().cpu() * self.scaling.double().cpu())
+
+    def sizes(self) -> Tensor:
+        """The number of entries that share each precision, ``[n_precisions]`` float64."""
+        return self._sums(torch.ones((), dtype=torch.float64, device="cpu").expand(len(self.model.vector)))
+
+    def _sums(self, entries: Tensor) -> Tensor:
+        if self.structure == "diagonal":
+            return entries
+        if self.structure == "scalar":
+            return entries.sum()[None]
+        return entries.new_zeros(self.n_precisions).index_add(0, self.model.layer_index.cpu(), entries)
+
+    def noise_grid(self) -> list[Tensor]:
+        """Log noise levels to start from; one empty tensor where they are not searched."""
+        if not self.tune_noise:
+            return [torch.zeros(0, dtype=torch.float64, device="cpu")]
+        return [self.model.residual_noise() + shift for shift in NOISE_SHIFTS]
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """Log precisions ``log d_g/‖θ̂−μ‖²_g`` of the parameters' own size, ``[n_precisions]``.
+
+        A search from there does not depend on the scale of a group. With a precision for each entry all are alike.
+        """
+        squares = self.scatter() / self.sizes()
+        overall = squares.mean().clamp(1e-16, 1e26)
+        if self.structure == "diagonal":
+            return -overall.log().expand(len(squares))
+        return -torch.where(squares > 1e-12 * overall, squares, overall).log()
+
+    def start(self) -> Tensor:
+        """The best point of a coarse grid: far away from the optimum the evidence is flat."""
+        # One precision for all: the evidence is that of a scalar prior, which costs less.
+        quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
+        # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
+        levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
+        # Where outputs have noise levels of their own, blocks keep the decomposition at the last ones.
+        pairs = [(level, noise) for noise in self.noise_grid() for level in levels]
+        own = self.scales[: quick.n_precisions]
+        with torch.no_grad():
+            values = [quick.value(torch.cat([own + level, noise])) for level, noise in pairs]
+        level, noise = pairs[max(range(len(pairs)), key=values.__getitem__)]
+        return torch.cat([self.scales + level, noise])
+
+    @cached_property
+    def box(self) -> Tensor:
+        """The least and the greatest point that is searched, ``[2, n]``; wide on the scale of the parameters."""
+        if self.limits is not None:
+            return self.limits
+        box = torch.stack([self.scales - REACH, self.scales + REACH]).clamp(-SPAN, SPAN)
+        if not self.tune_noise:
+            return box
+        noise = self.model.residual_noise()
+        return torch.cat([box, torch.stack([noise - 12, noise + 8])], 1)
+
+
+@dataclass(frozen=True)
+class EvidencePoint:
+    """The log evidence (``value``, in nats) of an objective at one point, ``logarithms [n]``, with its gradient."""
+
+    objective: Objective
+    logarithms: Tensor
+    value: float
+    gradient: Tensor
+
+    @cached_property
+    def free(self) -> Tensor:
+        """The gradient without the entries that only press against a bound."""
+        (low, high), point = self.objective.box, self.logarithms
+        pressing = ((point <= low + 1e-9) & (self.gradient < 0)) | ((point >= high - 1e-9) & (self.gradient > 0))
+        return self.gradient.masked_fill(pressing, 0.0)
+
+    @property
+    def norm(self) -> float:
+        """The largest derivative away from bounds."""
+        return self.free.abs().max().item()
+
+    @property
+    def pressing(self) -> float:
+        """The largest derivative at a bound, beyond which the evidence still rises."""
+        return (self.gradient - self.free).abs().max().item()
+
+    def effective_parameters(self) -> Tensor:
+        """``γ_g = d_g − ∂ log det Λ / ∂ log λ_g``, the number of each precision's entries that the data determine.
+
+        It follows from the evidence's gradient, ``∂E/∂log λ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g)``.
+        """
+        n = self.objective.n_precisions
+        effective = 2 * self.gradient[:n] + self.logarithms[:n].exp() * self.objective.scatter()
+        return effective.clamp(min=0.0).minimum(self.objective.sizes())
+
+    def predicted_gain(self, step: float = 1e-2) -> float:
+        """The gain of the best step along the gradient, in nats, by a quadratic model.
+
+        The evidence of millions of parameters is large. Rounding hides small gains, and gradients miss their tolerance.
+        """
+        slope = self.free.norm()
+        ahead = self.objective.at(self.logarithms + step * self.free / slope).gradient
+        curvature = (slope - ahead @ self.free / slope) / step
+        return (slope.square() / (2 * curvature)).item() if curvature > 0 else math.inf
+
+    def has_converged(self, tolerance: float, what: str, advice: str, *, accurate: bool = True) -> bool:
+        """Whether no derivative, or no gain, exceeds the tolerance, and the weights are ``accurate``; warns if not."""
+        if self.pressing > tolerance:
+            reason = (
+                f"at the limits of the search, where the evidence still rises by {self.pressing:.2g} nats for each "
+                "e-fold of a hyperparameter: the data do not determine it. Is the fit exact?"
+            )
+        elif accurate and (self.norm <= tolerance or self.predicted_gain() <= tolerance):
+            return True
+        else:
+            reason = f"with a derivative of {self.norm:.2g} nats (tolerance {tolerance:.2g}) {advice}."
+        warn(f"{what} ended {reason}", ConvergenceWarning)
+        return False
+
+    def ascend(self, tolerance: float, max_iterations: int, ticks: Iterator[int]) -> tuple[EvidencePoint, int]:
+        """L-BFGS with bounds and line search (Byrd et al., 1995): where it ends, and the number of evaluations.
+
+        Where H is diagonal, precisions of single entries have a closed form, and the search is over noise levels alone.
+        """
+        objective = self.objective
+        blocks = (block for _, block in objective.model.curvature)
+        closed = objective.structure == "diagonal" and all(isinstance(block, DiagonalBlock) for block in blocks)
+        at, first = (self._with_best_entries, objective.n_precisions) if closed else (objective.at, 0)
+
+        def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
+            next(ticks)
+            found = at(torch.from_numpy(x))
+            return -found.value, -found.gradient[first:].numpy()
+
+        options = {"maxiter": max_iterations, "maxfun": 10 * max_iterations, "gtol": tolerance / 10, "ftol": 1e-15}
+        start, bounds = self.logarithms[first:].numpy(), objective.box.T[first:].tolist()
+        if not len(start):
+            return at(self.logarithms[first:]), 1
+        result = scipy.optimize.minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        return at(torch.from_numpy(result.x)), int(result.nfev)
+
+    def _with_best_entries(self, noise: Tensor) -> EvidencePoint:
+        """The point at log noise levels where each entry of a diagonal H has its best precision.
+
+        An entry with curvature h and deviation m from the prior mean adds ``½ [log d − log(h + d) − d m²]``, which is
+        largest at ``d = 2h / (h m² + √(h² m⁴ + 4 h m²))``. Entries without curvature, of which the data say nothing,
+        stay where they are; others fall to :data:`WIDEST` of that at most. Their derivatives count as zero.
+        """
+        objective, before = self.objective, self.logarithms[: self.objective.n_precisions]
+        model, levels = objective.model, objective.split(torch.cat([before, noise]))[1]
+        h = curvature_diagonal(model, model.weights(levels) / objective.temperature.to(model.vector.device)).cpu()
+        share = h * objective.scatter()
+        best = (2 * h / (share + (share.square() + 4 * share).sqrt())).log()
+        low, high = objective.box[:, : len(h)]
+        kept = best.maximum(low.maximum(before + math.log(WIDEST))).minimum(high).where(h > 0, before)
+        found, settled = objective.at(torch.cat([kept, noise])), kept != best
+        return replace(found, gradient=found.gradient.index_fill(0, settled.nonzero().squeeze(1), 0.0))
+
+    def fixed_point_step(self, method: str) -> Tensor:
+        """The point after one step of ``"mackay"`` or ``"em"``; see :func:`updated_precision`."""
+        objective = self.objective
+        n, precision = objective.n_precisions, self.logarithms[: objective.n_precisions].exp()
+        scatter, size = objective.scatter().clamp_min(1e-30), objective.sizes()
+        effective = self.effective_parameters()
+        new = [updated_precision(method, precision, effective, size, scatter).clamp_min(1e-30).log()]
+        if objective.tune_noise:
+            temperature = objective.temperature.double().cpu()
+            sums, counts = objective.model.statistics.double().chunk(2)
+            # dE/dlogσ = (SSE/σ² − N)/T + γ
+            noise_effective = self.gradient[n:] - (sums / (2 * self.logarithms[n:]).exp() - counts) / temperature
+            new.append(updated_noise(objective.model.statistics, noise_effective, temperature).log())
+        low, high = objective.box
+        return torch.cat(new).clamp(low, high)
+
+
+def updated_precision(method: str, precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
+    """New precisions of groups of ``d_g`` entries with ``γ_g`` effective parameters and squares ``‖θ−μ‖²_g``.
+
+    MacKay's (1992) fixed point, ``"mackay"``, is ``λ_g = γ_g / ‖θ−μ‖²_g``. Expectation maximisation, ``"em"``, is
+    ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``.
+    """
+    return effective / squares if method == "mackay" else size / (squares + (size - effective) / precision)
+
+
+def updated_noise(statistics: Tensor, effective: Tensor | float, temperature: Tensor | float) -> Tensor:
+    """The noise levels ``σ² = SSE / (N − T γ)`` at which the evidence is stationary, ``[K]`` float64 on the CPU."""
+    sums, counts = statistics.double().cpu().chunk(2)
+    return (sums / (counts - temperature * effective).clamp_min(1e-12)).clamp_min(1e-30).sqrt()
+
 
 RUNAWAY = 2.0
 """Ratio of a tuned noise to the training residuals from which tuning warns: then γ is more than ¾ of R."""

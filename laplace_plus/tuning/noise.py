@@ -24,10 +24,9 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.network.selection import trained
-from laplace_plus.tuning.base import Tunable
-from laplace_plus.tuning.fitted_data import FittedData
+from laplace_plus.tuning.base import Tunable, trained_size
+from laplace_plus.tuning.laplace import FittedData
 from laplace_plus.tuning.tangent_model import batch_jacobian
-from laplace_plus.tuning.training_end import trained_size
 
 INTERPOLATED = 0.01
 """Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""

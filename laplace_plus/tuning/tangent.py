@@ -17,7 +17,8 @@ This joint stationary point of θ and Λ is found by alternation. Each half maxi
 
     F(θ, Λ) = log p(D | h(θ))/T − ½ ‖θ − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T)
 
-over one argument, in which it is concave (in log Λ; see :mod:`laplace_plus.tuning.objective`), so F never falls.
+over one argument, in which it is concave (in log Λ; see :mod:`laplace_plus.tuning.marginal_likelihood`), so F never
+falls.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.tuning.base import Tunable, TuningResult
-from laplace_plus.tuning.fitted_data import survey
-from laplace_plus.tuning.marginal_likelihood import EvidenceTuner
-from laplace_plus.tuning.objective import EvidencePoint, Objective
+from laplace_plus.tuning.laplace import survey
+from laplace_plus.tuning.marginal_likelihood import EvidencePoint, EvidenceTuner, Objective
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 _COARSE = 0.1

@@ -11,7 +11,7 @@ from laplace_plus.likelihoods import Categorical
 from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import Network
 from laplace_plus.priors import Groups
-from laplace_plus.tuning.normalized_groups import NAME, REST, normalized_groups
+from laplace_plus.tuning.groups import NAME, REST, normalized_groups
 
 IMAGES = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 POINTS = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -13,9 +13,9 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.tuning import auto, noise_from_residuals
-from laplace_plus.tuning import training_end as end_module
+from laplace_plus.tuning import auto as end_module
+from laplace_plus.tuning.auto import DECAY_RATIO
 from laplace_plus.tuning.deletions import Deletions
-from laplace_plus.tuning.training_end import DECAY_RATIO
 
 
 def test_losses_of_regression_are_those_of_dense_formulas():

@@ -14,7 +14,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.errors import NoGainWarning
 from laplace_plus.tuning import auto
-from laplace_plus.tuning import midpoints as midpoints_module
+from laplace_plus.tuning import deletions as midpoints_module
 
 
 @pytest.mark.parametrize("limit", [{}, {"KEPT": 30 * 30 / 2}])

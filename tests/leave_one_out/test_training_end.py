@@ -13,9 +13,9 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.errors import NoGainWarning
 from laplace_plus.network.batches import Batch
-from laplace_plus.tuning import training_end as end_module
+from laplace_plus.tuning import auto as end_module
+from laplace_plus.tuning.auto import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
 from laplace_plus.tuning.deletions import thinned
-from laplace_plus.tuning.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

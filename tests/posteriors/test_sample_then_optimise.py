@@ -26,7 +26,7 @@ from laplace_plus.posteriors.sampled.objective import (
 )
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
 from laplace_plus.posteriors.sampled.tuning import mackay_step
-from laplace_plus.tuning.objective import updated_noise
+from laplace_plus.tuning.marginal_likelihood import updated_noise
 
 
 def randn(*shape, seed=0):

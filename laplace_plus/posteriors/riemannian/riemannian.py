@@ -37,7 +37,7 @@ from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_opt
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
-from laplace_plus.tuning import Tuner, TuningResult, fitted_data
+from laplace_plus.tuning import Tuner, TuningResult, laplace
 
 WHY = "Samples along the loss surface come from many passes over the data."
 
@@ -176,7 +176,7 @@ class Riemannian(Posterior):
             known = getattr(tangent.state, "data_sum", None)
             require_same_data("the tangent's fit", (tangent.n_data, known), (n_data, data_sum))
             if isinstance(tangent, GaussianPosterior):
-                fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
+                laplace.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
             tangent.fit(data, progress=progress, generator=generator)
             _share(tangent, self)

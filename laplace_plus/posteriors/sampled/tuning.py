@@ -29,7 +29,7 @@ from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
 from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import chosen_groups, with_floor
-from laplace_plus.tuning.objective import updated_noise
+from laplace_plus.tuning.marginal_likelihood import updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 _SCALING_DRAWS = 4

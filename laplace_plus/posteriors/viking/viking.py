@@ -36,7 +36,7 @@ from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.auto import TOLERANCE
 from laplace_plus.tuning.base import require_only
 from laplace_plus.tuning.deletions import INTERPOLATION
-from laplace_plus.tuning.left_out_predictions import leave_one_out
+from laplace_plus.tuning.leave_one_out import leave_one_out
 
 AFFORDABLE = 1e11
 """Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""
