@@ -80,11 +80,7 @@ def gathered(model: nn.Module, into: nn.Module) -> nn.Module:
 
 
 class Ranks:
-    """All ranks, which meet to exchange values; see :func:`fit`.
-
-    Args:
-        device: Where tensors are while they travel: that of the network, which the backend of the ranks must know.
-    """
+    """All ranks, which meet to exchange values; tensors travel on the network's device; see :func:`fit`."""
 
     def __init__(self, device: torch.device):
         if not (dist.is_available() and dist.is_initialized()):
@@ -105,18 +101,17 @@ class Ranks:
         """The sum of all ranks' values, those of ranks 0, 1, … in turn; None stands for no value."""
         tensors: dict[str, torch.Tensor] = {}
         tree = None if own is None else encode(own, tensors, "value")
-        forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        forms = {name: {"size": tensor.shape, "dtype": tensor.dtype} for name, tensor in tensors.items()}
         total = None
         for rank, (other, theirs) in enumerate(self.meet((tree, forms))):
             if other is None:
                 continue
-            parts = {}
-            for name, (shape, dtype) in theirs.items():
-                parts[name] = torch.empty(shape, dtype=dtype, device=self.device)
+            parts = {name: torch.empty(**form, device=self.device) for name, form in theirs.items()}
+            for name, part in parts.items():
                 if rank == self.rank:
-                    parts[name].copy_(tensors[name])
-                if parts[name].numel():
-                    dist.broadcast(parts[name], rank)
+                    part.copy_(tensors[name])
+                if part.numel():
+                    dist.broadcast(part, rank)
             value = decode(other, parts)
             total = value if total is None else add(total, value)
         if total is None:
@@ -154,17 +149,15 @@ def _agreed(ranks: Ranks, posterior: Posterior, before: Any, generator: torch.Ge
         "options": repr(posterior.options),
         "likelihood": str(posterior.likelihood.config()),
         "backend": str(posterior.backend.config()),
-        "selected parameters": str([(s.name, s.size) for s in posterior.network.selected]),
+        "selected parameters": str([(s.name, s.mask is None or digest(s.mask)) for s in posterior.network.selected]),
         **{name: f"{value.flatten()[:3].tolist()} {digest(value)}" for name, value in hyperparameters.items()},
         **{f"the tensor {name!r}": text for name, text in fingerprint(posterior.model).items()},
     }
-    masks = {f"mask of {s.name}": digest(s.mask) for s in posterior.network.selected if s.mask is not None}
-    seed = draw_seed(torch.default_generator if generator is None else generator)
-    reports = ranks.meet((own | masks, seed))
+    reports = ranks.meet((own, draw_seed(torch.default_generator if generator is None else generator)))
+    first, seed = reports[0]
     for rank, (theirs, _) in enumerate(reports):
-        first = reports[0][0]
         for name in {**first, **theirs}:
             if first.get(name) != theirs.get(name):
                 what, got = f"Rank {rank} disagrees with rank 0 on {name}.", str(theirs.get(name))
                 raise DistributedError(what, expected=str(first.get(name)), got=got)
-    return reports[0][1]
+    return seed

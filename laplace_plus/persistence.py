@@ -151,7 +151,8 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
         safetensors.torch.save_file(parts, beside, known)
         with beside.open("rb") as file:
             os.fsync(file.fileno())  # the data have to be on the disk before the name is
-        beside.chmod(0o666 & ~_umask())  # safetensors keeps files to their owner
+        os.umask(umask := os.umask(0))
+        beside.chmod(0o666 & ~umask)  # safetensors keeps files to their owner
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
@@ -206,12 +207,6 @@ def _digest(known: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         sha.update(f"{name} {digest(tensors[name])}".encode())
     return sha.hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

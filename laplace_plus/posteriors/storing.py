@@ -88,12 +88,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
             likelihood differ; or the file holds something that is not registered.
         ConfigurationError: The arguments are not a path and a module, or the posterior's class is not registered.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigurationError("The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__)
-    if not isinstance(model, nn.Module):
-        expected = "the torch.nn.Module that the posterior was fitted on"
-        fix = "Build the network, load its weights, then call laplace_plus.load(path, model)."
-        raise ConfigurationError("The model is not a module.", expected=expected, got=type(model).__name__, fix=fix)
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(model, nn.Module):
+        what, expected = "A posterior is loaded from a path, onto its network.", "load(path, model)"
+        got, fix = f"a {type(path).__name__} and a {type(model).__name__}", "Build the network, load its weights first."
+        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
     if Path(path).is_dir():
         state = _of_folder(*read_folder(Path(path)))
     else:
@@ -104,8 +102,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
 
 def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: Any = None) -> Any:
     """The posterior of a :func:`state_dict`, on its network; arguments and errors as of :func:`load`."""
-    if not isinstance(state, Mapping) or not state.keys() >= {"header", "tensors"}:
-        raise CheckpointError("This is no state of a posterior.", expected="what lp.state_dict(posterior) gave")
     header, tensors = state["header"], state["tensors"]
     require_same_weights(header["network"], unwrap(model))
     given = {name: decode(header[name], tensors) for name in ("parameters", "prior_mean", "temperature")}

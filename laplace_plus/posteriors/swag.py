@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, DataError, SelectionError
+from laplace_plus.errors import DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed, global_randomness, standard_normal
 from laplace_plus.network import batches
@@ -124,7 +124,6 @@ class DiagonalSWAG:
 
         Raises:
             NonFiniteError: Training diverges.
-            SelectionError: No output depends on a selected entry.
         """
         moving = copy.deepcopy(network.model).train().requires_grad_(False)
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
@@ -142,9 +141,6 @@ class DiagonalSWAG:
                     likelihood.validate(outputs.detach(), batch.target)
                     rows, targets, weight = likelihood.rows(outputs, batch.target)
                     loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
-                    if not loss.requires_grad:
-                        what, expected = "SWAG has nothing to train.", "outputs that depend on selected parameters"
-                        raise SelectionError(what, expected=expected, got="losses without gradients")
                     (vector.grad,) = torch.autograd.grad(loss, vector)
                     optimizer.step()
                 moments = moments.plus(vector.detach(), rank)
@@ -259,9 +255,7 @@ class SWAG(Posterior):
         if path is None:
             options: Any = {"rank": self.rank, "progress": progress, "generator": generator}
             path = self._training.follow(self.network, self.likelihood, data, **options)
-        if path.count < 2:  # noqa: PLR2004
-            what, fix = "One snapshot has no variance.", "Call collect(model) after each epoch."
-            raise ConfigurationError(what, expected="two snapshots or more", got=f"{path.count}", fix=fix)
+        checks.count("The number of snapshots", path.count, 2, fix="Call collect(model) after each epoch.")
         mean, collected = path.mean.to(self.network.dtype), self._collected is not None
         state = SWAGState(mean, n_data, n_outputs, path, collected)
         if norms:
