@@ -80,7 +80,7 @@ def test_samples_keep_the_loss_low():
     net, data = problem()
     posterior = lp.Riemannian(net, "classification", n_samples=12).fit(data, generator=generator())
     assert posterior.report.n_failed == 0 and len(posterior.samples) == 12
-    assert posterior.report.energy_drift.max() < 2 and posterior.report.n_evaluations.min() > 7
+    assert posterior.report.n_evaluations.min() > 7
     bent = training_loss(posterior, posterior.samples, data).mean()
     flat = training_loss(posterior, posterior.tangent.sample(12, generator=generator()), data).mean()
     assert bent < flat - 5
@@ -131,7 +131,6 @@ def test_the_surface_may_keep_the_prior_of_training():
     posterior.draw(generator=torch.Generator().manual_seed(3))
     landscape = lp.geometry.LossLandscape(posterior.network, posterior.likelihood, data, prior_precision=0.7)
     gradient = landscape.gradient(posterior.mean[None])
-    assert posterior.report.gradient_norm == pytest.approx(float(gradient.norm()))
     slopes = (posterior.tangent.sample(4000, generator=generator()) - posterior.mean) @ gradient[0]
     expected = float(slopes.square().mean()) / 2
     assert posterior.report.decrement == pytest.approx(expected, rel=5 * (2 / 16) ** 0.5)
@@ -159,7 +158,6 @@ def test_without_weight_decay_geodesics_follow_the_plain_loss(linearized):
         )
     )
     torch.testing.assert_close(plain[0], vector)
-    assert posterior.report.gradient_norm == pytest.approx(float(vector.norm()))
     velocities = posterior.tangent.sample(3, generator=draws(draw_seed(generator(3)))) - posterior.mean
     tolerances = {name: getattr(method, name) for name in ("rtol", "atol", "max_energy_change")}
     found = lp.geometry.geodesic(landscape, posterior.mean, velocities, **tolerances)
@@ -348,7 +346,7 @@ def test_stationarity_is_reported():
     net, data = problem()
     near = lp.Riemannian(net, "classification", n_samples=2).fit(data).report
     far = lp.Riemannian(net, "classification", n_samples=2, prior_precision=20.0).fit(data).report
-    assert far.gradient_norm > 2 * near.gradient_norm and far.decrement > 2 * near.decrement
+    assert far.decrement > 2 * near.decrement
 
 
 # -- storage ----------------------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ BAD = {
     "structure": (ConfigurationError, "Gaussian posterior", lp.Random(3), {"posterior": lp.LowRank}),
     "selector": (ConfigurationError, "Unknown selector", {"name": "Largest", "size": 3}, {}),
     "prior": (ConfigurationError, "one number", lp.Random(3), {"prior_precision": torch.ones(2)}),
-    "too many": (SelectionError, "larger than", lp.Random(10_000), {}),
+    "too many": (ConfigurationError, "among its candidates", lp.Random(10_000), {}),
     "none": (SelectionError, "None of the named", "0", {"parameters": "2.*"}),
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks, kernels
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import stage_generator
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.estimates import draw_probes
@@ -190,6 +190,5 @@ class ProjectedNoisePosterior(SampleBased):
     def squared_distance(self, mean: Tensor) -> Tensor:
         """``‖θ − μ‖²`` of a mean θ ``[P]`` from the prior's, 0-d float64; ConfigurationError where it is zero."""
         found = (mean - self._prior_mean.to(mean)).double().square().sum()
-        if not found > 0:
-            raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ − μ‖ = 0")
+        checks.positive("The weights' squared distance from the prior mean", float(found))
         return found

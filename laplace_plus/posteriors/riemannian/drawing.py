@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,44 +74,23 @@ class PathReport:
     Attributes:
         statuses: ``[n]`` integers, :class:`~laplace_plus.geometry.PathStatus`.
         n_evaluations: Gradients with Hessian-vector products, or curvatures of a diffusion, for each, ``[n]``.
-        energy_drift: Sum of the relative changes of a geodesic's energy that were corrected for, ``[n]``; zero for
-            diffusions.
         tail: Largest fraction of the curvature's trace that a diffusion left unresolved; see
             :class:`~laplace_plus.Diffusion`.
-        gradient_norm: ``‖∇L(θ̂)‖`` of the negative log-posterior, summed over the data.
-        decrement: ``½ ∇Lᵀ Σ ∇L`` with the tangent's covariance Σ, estimated from samples: about how many nats the
-            weights are above the loss's stationary point. Where it is not small, they are not the mode of the posterior
-            that the tangent approximates: the prior precision may not be the weight decay of training.
+        decrement: ``½ ∇Lᵀ Σ ∇L`` with the gradient of the negative log-posterior, summed over the data, and the
+            tangent's covariance Σ, estimated from samples: about how many nats the weights are above the loss's
+            stationary point. Where it is not small, they are not the mode of the posterior that the tangent
+            approximates: the prior precision may not be the weight decay of training.
     """
 
     statuses: Tensor
     n_evaluations: Tensor
-    energy_drift: Tensor
     tail: float = 0.0
-    gradient_norm: float = 0.0
     decrement: float = 0.0
 
     @property
     def n_failed(self) -> int:
         """Number of samples that were left out."""
         return int((self.statuses != PathStatus.ARRIVED).sum())
-
-
-@stored
-@dataclass(frozen=True)
-class Drawn:
-    """Samples ``[n, P]`` and their report."""
-
-    points: Tensor
-    report: PathReport
-
-
-class _Paths(NamedTuple):
-    points: Tensor
-    statuses: Tensor
-    n_evaluations: Tensor
-    energy_drift: Tensor
-    tail: float = 0.0
 
 
 def draw(
@@ -124,8 +102,8 @@ def draw(
     seed: int,
     *,
     progress: bool,
-) -> Drawn:
-    """Draw n samples, NaN for those that failed."""
+) -> tuple[Tensor, PathReport]:
+    """Draw n samples ``[n, P]``, NaN for those that failed."""
     source = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (n,), generator=source)
     if isinstance(method, ExponentialMap):
@@ -136,27 +114,31 @@ def draw(
     else:
         numbers = progress_bar(seeds.tolist(), enabled=progress, description="Riemannian")
         found = [_by_diffusion(method, landscape, start, number) for number in numbers]
-    points, statuses, evaluations, drift = (torch.cat(column) for column in list(zip(*found, strict=True))[:-1])
-    return Drawn(points, PathReport(statuses, evaluations, drift, max(paths.tail for paths in found)))
+    points, statuses, evaluations, tails = zip(*found, strict=True)
+    return torch.cat(points), PathReport(torch.cat(statuses), torch.cat(evaluations), max(tails))
 
 
 def _by_geodesics(
     method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
-) -> _Paths:
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Ends, statuses, numbers of evaluations, and no tail."""
     surface: LossLandscape | list[LossLandscape] = landscape
     if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
         orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         surface = landscape.subsets([order[: method.minibatch] for order in orders])
     options = {name: getattr(method, name) for name in ("rtol", "atol", "max_evaluations", "max_energy_change")}
     found = geodesic(surface, start, velocities, **options)
-    return _Paths(found.endpoint, found.statuses, found.n_evaluations, found.energy_drift)
+    return found.endpoint, found.statuses, found.n_evaluations, 0.0
 
 
-def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> _Paths:
+def _by_diffusion(
+    method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """End, status, number of curvatures, and the tail."""
     generator = torch.Generator().manual_seed(seed)
     size = method.n_steps, len(start)
     noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
     field = noise_field(landscape, method, generator=generator)
     found = diffuse(field, start, noise[None], scheme=method.scheme)
     steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))
-    return _Paths(found.endpoint, found.statuses, steps, start.new_zeros(1), field.tail)
+    return found.endpoint, found.statuses, steps, field.tail

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 from os import PathLike
 from typing import Any, Self
 
@@ -34,7 +33,7 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_option
-from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
+from laplace_plus.posteriors.riemannian.drawing import METHODS, ExponentialMap, PathReport, draw
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
 from laplace_plus.tuning import Tuner, TuningResult, laplace
@@ -51,17 +50,23 @@ _SHARED += "_prior_precision _prior_mean _temperature _prior_groups covariance_s
 
 @stored
 @dataclass(frozen=True)
-class RiemannianState(State):
-    """The tangent's state, the seed of samples, a number by which the data are recognised, and the samples, if any.
+class Drawn:
+    """Samples ``[n, P]``, their report, and the hyperparameters at which they were drawn."""
 
-    ``drawn_at`` are the hyperparameters at which they were drawn.
-    """
+    points: Tensor
+    report: PathReport
+    hyperparameters: Tensor
+
+
+@stored
+@dataclass(frozen=True)
+class RiemannianState(State):
+    """The tangent's state, the seed of samples, a number by which the data are recognised, and the samples, if any."""
 
     tangent: State
     seed: int
     data_sum: float
     drawn: Drawn | None = None
-    drawn_at: tuple[Tensor | None, ...] = ()
 
 
 class Riemannian(Posterior):
@@ -242,36 +247,33 @@ class Riemannian(Posterior):
         def tangents(n: int, source: torch.Generator) -> Tensor:
             return self.tangent.sample(n, generator=source) - self.tangent.mean
 
-        drawn = draw(self.method, landscape, self.mean, tangents, count, seed, progress=progress)
-        gradient = landscape.gradient(self.mean[None])[0]
-        slopes = tangents(_DECREMENT_SAMPLES, torch.Generator().manual_seed(seed)) @ gradient
-        decrement = float(slopes.square().mean()) / 2
-        report = replace(drawn.report, gradient_norm=float(gradient.norm()), decrement=decrement)
+        points, report = draw(self.method, landscape, self.mean, tangents, count, seed, progress=progress)
+        slopes = tangents(_DECREMENT_SAMPLES, torch.Generator().manual_seed(seed))
+        slopes = slopes @ landscape.gradient(self.mean[None])[0]
+        report = replace(report, decrement=float(slopes.square().mean()) / 2)
         if report.n_failed:
             said = failures(report.statuses)
-            fix = (
-                "Tune the prior precision first (a broad tangent makes long paths), allow for more evaluations, or use "
-                "minibatches."
-            )
+            fix = "Tune the prior precision first (a broad tangent makes long paths), allow for more evaluations, or "
+            fix += "use minibatches."
             if report.n_failed == count:
-                raise SamplingError(
-                    "No sample could be drawn.", expected=f"{count} paths that arrive", got=said, fix=fix
-                )
+                what, expected = "No sample could be drawn.", f"{count} paths that arrive"
+                raise SamplingError(what, expected=expected, got=said, fix=fix)
             warn(f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}", ConvergenceWarning)
-        drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
-        self.set_state(replace(self.state, drawn=drawn, drawn_at=self._hyperparameters()))
+        drawn = Drawn(points[report.statuses == PathStatus.ARRIVED], report, self._hyperparameters())
+        self.set_state(replace(self.state, drawn=drawn))
         return self
 
-    def _hyperparameters(self) -> tuple[Tensor | None, ...]:
+    def _hyperparameters(self) -> Tensor:
+        """All that samples depend on besides the data, in one vector."""
         scale = torch.tensor(self.covariance_scale)
-        own = self._prior_precision, self._prior_mean, self._temperature, self.noise_std, scale
-        return tuple(None if one is None else one.detach().clone() for one in own)
+        own = self.prior().vector(), self._prior_mean, self._temperature, self.noise_std, scale
+        return torch.cat([one.detach().double().cpu().flatten() for one in own if one is not None])
 
     def _bank(self) -> Drawn:
         """The samples at the present hyperparameters, drawn if there are none."""
         self.require_fit()
-        drawn, now = self.state.drawn, self._hyperparameters()
-        if drawn is None or not all(map(_same, self.state.drawn_at, now)):
+        drawn = self.state.drawn
+        if drawn is None or not torch.equal(drawn.hyperparameters.cpu(), self._hyperparameters()):
             self.draw(None if drawn is None else len(drawn.report.statuses))
         return self.state.drawn
 
@@ -336,19 +338,12 @@ def _share(source: Posterior, target: Posterior) -> None:
     vars(target).update({name: getattr(source, name) for name in _SHARED.split()})
 
 
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    return left is right or (left is not None and right is not None and torch.equal(left, right.to(left)))
-
-
 def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: Mapping[str, Any]) -> None:
     """Raise :class:`ConfigurationError` unless a fitted posterior can serve as the tangent, without ``options``."""
     same = tangent.is_fitted and tangent.network.model is unwrap(model)
-    if not same or type(resolve_likelihood(likelihood)) is not type(tangent.likelihood):
+    same = same and type(resolve_likelihood(likelihood)) is type(tangent.likelihood)
+    if not same or options:
         what = "The tangent has not been fitted to this network with this likelihood."
-        expected = "a posterior of the same model and likelihood, after fit(), or a class"
-        raise ConfigurationError(what, expected=expected, got=repr(tangent))
-    defaults = signature(Posterior).parameters
-    changed = [n for n, own in options.items() if n not in defaults or own is not defaults[n].default]
-    if changed:
-        what, fix = "A fitted tangent has its own settings.", "Set them on the tangent, or pass its class."
-        raise ConfigurationError(what, expected="no options besides it", got=", ".join(changed), fix=fix)
+        what = "A fitted tangent has its own settings." if same else what
+        expected = "a posterior of the same model and likelihood, after fit(), without options; or a class"
+        raise ConfigurationError(what, expected=expected, got=", ".join([repr(tangent), *options]))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import cg
 from laplace_plus.linalg.nystrom import nystrom
@@ -112,10 +111,8 @@ def descend(
             eta = rate * (1 - min(1.0, step / max(1, total - 1)) * (1 - FINAL))
             gradient = product(x).sub_(b)
             norm = gradient.norm(dim=-1)
-            if not bool(torch.isfinite(norm).all()):
-                what = f"Stochastic gradient descent diverged after {step} steps."
-                fix = f"Lower the learning rate, which is {eta:.3g}, or use conjugate gradients."
-                raise NonFiniteError(what, expected="finite gradients", fix=fix)
+            fix = f"Lower the learning rate, which is {eta:.3g}, or use conjugate gradients."
+            checks.finite(f"The gradient after {step} steps of stochastic gradient descent", norm, fix)
             gradient.mul_((longest / norm.clamp_min(1e-30)).clamp_max(1.0)[:, None])
             velocity.mul_(MOMENTUM).add_(gradient)
             x.add_(gradient, alpha=-eta).add_(velocity, alpha=-eta * MOMENTUM)

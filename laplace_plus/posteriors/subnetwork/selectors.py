@@ -66,7 +66,7 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(self, task: Task) -> Choice:
-        """The mask of the chosen entries; SelectionError: there are not so many candidates, or none would be chosen."""
+        """The mask of the chosen entries; ConfigurationError where there are not so many, SelectionError for none."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,7 @@ class _Sized(Selector):
 
     def count(self, total: int) -> int:
         """The number of entries to choose from ``total``."""
-        if self.size > total:
-            what = "The subnetwork is larger than what it is chosen from."
-            fix = "Ask for fewer entries, or name more candidates by parameters=."
-            raise SelectionError(what, expected=f"at most {total:,} entries", got=f"{self.size:,}", fix=fix)
+        checks.number("The size of the subnetwork, among its candidates,", self.size, most=total)
         return max(1, round(self.size * total)) if isinstance(self.size, float) else self.size
 
     def largest(self, scores: Tensor) -> Tensor:

@@ -57,8 +57,9 @@ class Subnetwork(GaussianPosterior):
             ``prior_precision`` whenever entries are chosen.
 
     Raises:
-        ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries, by :meth:`fit`, too.
-        SelectionError: By :meth:`fit`, a subnetwork larger than the candidates, or empty.
+        ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries, by :meth:`fit`, too,
+            and there for a subnetwork larger than the candidates.
+        SelectionError: By :meth:`fit`, an empty subnetwork.
 
     Example:
         >>> import laplace_plus as lp

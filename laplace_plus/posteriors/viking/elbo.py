@@ -20,7 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConvergenceWarning, NonFiniteError, warn
+from laplace_plus import checks
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch, iterate
 from laplace_plus.network.network import Network
@@ -108,10 +109,8 @@ class ELBO:
         share = size / self.n_data
         values = float(nll.detach()) / share, float(kl.detach()), float(alpha.detach()), float(image_std.detach())
         terms = ELBOTerms(*values, rank)
-        if not bool(torch.isfinite(torch.tensor(astuple(terms))).all()):
-            what = "The evidence lower bound is not finite."
-            fix = "Start from a smaller image_std and a larger prior_precision, or lower the learning rate."
-            raise NonFiniteError(what, expected="finite terms", got=str(terms), fix=fix)
+        fix = "Start from a smaller image_std and a larger prior_precision, or lower the learning rate."
+        checks.finite("The evidence lower bound", torch.tensor(astuple(terms)), fix)
         return nll.to(logs.device) + share * kl, terms
 
 
