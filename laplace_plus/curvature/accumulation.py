@@ -35,6 +35,9 @@ class Accumulation:
         n_components: K, the number of noise levels whose curvatures are kept apart.
         used: ``[B]``: whether an example has any target that is not ignored.
         total: The sum so far, which is added to; None begins one.
+
+    Attributes:
+        corrects: Whether this is the second pass of EKFAC, which adds to the eigenvalues alone.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Accumulation:
         self.total = Curvature([]) if total is None else total
         self._is_first = True  # chunk of cotangents
         self._expands = getattr(structure, "weight_sharing", "expand") == "expand"  # positions as examples of their own
-        self._corrects = self.total.is_corrected  # a second pass, for the eigenvalues alone
+        self.corrects = False
         self._waiting: dict[str, _Inputs] = {}
         capture, self._tokens = gradients.capture, None
         if isinstance(capture.inputs, Mapping) and not capture.pointwise:
@@ -53,6 +56,7 @@ class Accumulation:
         self._known = known = dict[str, list[Layout]]()  # by the names of parameters, how earlier batches use them
         for layout, block in self.total.blocks:
             self._blocks[layout.key] = block
+            self.corrects = self.corrects or (isinstance(block, KroneckerBlock) and block.corrected is not None)
             if layout.rule != GENERAL or not block.is_zero():
                 for name in layout.names:
                     known.setdefault(name, []).append(layout)
@@ -69,7 +73,7 @@ class Accumulation:
         """Add the cotangents ``[V, B, *, C]``, which belong to components ``[V]``."""
         for layout, own in self.gradients.blocks(cotangents, self.layouts):
             block = self._blocks.get(layout.key)
-            if self._corrects:
+            if self.corrects:
                 if isinstance(block, KroneckerBlock):
                     block.add(own, components)
                 continue

@@ -67,14 +67,13 @@ class Native(Backend):
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
         observed = rows, _, weight = likelihood.rows(outputs, batch.target)
-        is_second = total is not None and total.is_corrected
-        if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not is_second:
-            direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
-            if direct is not None:
-                return direct if total is None else total.add_(direct), outputs
         # An example with nothing but ignored targets does not count.
         used = weight.view(capture.n_examples, -1).bool().any(1)
         sums = Accumulation(gradients, structure, likelihood.n_noise, used, total)
+        if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not sums.corrects:
+            direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
+            if direct is not None:
+                return direct if total is None else total.add_(direct), outputs
         for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
             sums.add(cotangents, components)
         return sums.finish(), outputs

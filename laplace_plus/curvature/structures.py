@@ -208,11 +208,6 @@ class Curvature:
         """A copy that further data may be added to."""
         return Curvature([(layout, block.clone()) for layout, block in self])
 
-    @property
-    def is_corrected(self) -> bool:
-        """Whether the eigenvalues of its Kronecker blocks are measured (EKFAC)."""
-        return any(isinstance(block, KroneckerBlock) and block.corrected is not None for _, block in self)
-
     def corrected(self, weights: Tensor) -> Curvature:
         """The same curvature with the eigenvalues of its Kronecker blocks set to zero, to be measured anew."""
         return Curvature([(lay, b.with_correction(weights) if isinstance(b, KroneckerBlock) else b) for lay, b in self])
