@@ -7,15 +7,10 @@ likely catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
 from inspect import currentframe
 from traceback import walk_stack
-from typing import TypeVar
-
-import torch
-
-T = TypeVar("T")
 
 WORDS = {
     "subset_of_weights": 'parameters="all" or "last_layer", or lp.Subnetwork',
@@ -132,23 +127,6 @@ class SamplingError(LaplacePlusError, RuntimeError):
 
 NETWORK_ERRORS = (LaplacePlusError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What a network may raise on inputs that it cannot take; no MemoryError, nothing that a signal raises."""
-
-
-def tried(compute: Callable[[], T]) -> tuple[T | None, str]:
-    """A result and "", or None and the words, after a colon, with which a network failed twice.
-
-    What comes but once is not the network's, but a signal handler's, say, and is raised. So is a lack of memory.
-    """
-    try:
-        return compute(), ""
-    except torch.OutOfMemoryError:
-        raise
-    except NETWORK_ERRORS as error:
-        try:
-            compute()
-        except NETWORK_ERRORS:
-            return None, f": {error}"
-        raise
 
 
 class ConvergenceWarning(UserWarning):

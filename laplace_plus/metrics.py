@@ -120,24 +120,6 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
     return (gaps * curve.counts).sum() / curve.counts.sum()
 
 
-def adaptive_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> Tensor:
-    """Compute the mean distance of confidence and accuracy over bins of as many predictions each.
-
-    Bins are of neighbouring confidences, and differ by one prediction at most (Nguyen and O'Connor, 2015); predictions
-    of equal confidence share their accuracy. Arguments and errors as for :func:`expected_calibration_error`.
-
-    Returns:
-        A number in ``[0, 1]``.
-    """
-    probabilities, targets = _check_classification(probabilities, targets)
-    checks.count("n_bins", n_bins)
-    confidence, predicted = probabilities.max(dim=1)
-    right = _shared(confidence, (predicted == targets).to(confidence))
-    order = confidence.argsort()
-    gaps = [own.sum().abs() for own in (right - confidence)[order].tensor_split(min(n_bins, len(order)))]
-    return torch.stack(gaps).sum() / len(order)
-
-
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     """Compute the probability that an out-of-distribution input scores higher than one from the distribution.
 
@@ -216,29 +198,6 @@ def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor) -> Tensor:
         tensor(0.1111)
     """
     return _risks(uncertainty, losses).mean().float()
-
-
-def coverage_at_risk(uncertainty: Tensor, losses: Tensor, risk: float) -> Tensor:
-    """Compute the largest share of the data that can be kept, by least uncertainty, at a mean loss of at most ``risk``.
-
-    Arguments and errors as for :func:`area_under_risk_coverage`.
-
-    Returns:
-        A number in ``[0, 1]``; 0 if no number of predictions has so small a risk.
-    """
-    kept = (_risks(uncertainty, losses) <= risk).nonzero()
-    return torch.tensor(0.0 if not len(kept) else (int(kept[-1]) + 1) / len(losses))
-
-
-def area_under_sparsification_error(uncertainty: Tensor, errors: Tensor) -> Tensor:
-    """Compute by how much the risk-coverage area exceeds that of an oracle who knows the order of the errors (AUSE).
-
-    Arguments and errors as for :func:`area_under_risk_coverage`.
-
-    Returns:
-        A number of at least 0, on the scale of the errors; 0 if uncertainties order them (Ilg et al., 2018).
-    """
-    return (_risks(uncertainty, errors) - _risks(errors, errors)).mean().float()
 
 
 def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
@@ -344,17 +303,11 @@ def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> Tensor:
         ConfigurationError: If the ends are no floating-point numbers, or in the wrong order.
         LabelError: If shapes differ.
     """
-    mean_interval_width(low, high)
-    _check_targets(low, targets)
-    return ((low <= targets) & (targets <= high)).float().mean()
-
-
-def mean_interval_width(low: Tensor, high: Tensor) -> Tensor:
-    """Compute the mean of ``high − low``, in the units of the targets (MPIW); as for :func:`interval_coverage`."""
     low, high = _check_regression(low, high)
+    _check_targets(low, targets)
     if not bool((high >= low).all()):  # so that NaN fails too
         raise ConfigurationError("An interval ends before it begins.", expected="low <= high")
-    return (high - low).mean()
+    return ((low <= targets) & (targets <= high)).float().mean()
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

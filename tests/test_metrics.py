@@ -242,11 +242,6 @@ def test_risks_by_hand():
     """Kept in the order 0, 0, 1, 1: risks 0, 0, 1/3, 1/2."""
     uncertainty, losses = torch.tensor([0.4, 0.1, 0.3, 0.2]), torch.tensor([1.0, 0.0, 1.0, 0.0])
     assert_close(metrics.area_under_risk_coverage(uncertainty, losses), torch.tensor((1 / 3 + 1 / 2) / 4))
-    assert metrics.area_under_sparsification_error(uncertainty, losses) == 0
-    assert [float(metrics.coverage_at_risk(uncertainty, losses, risk)) for risk in (0, 0.34, 0.6)] == [0.5, 0.75, 1]
-    assert metrics.coverage_at_risk(-uncertainty, losses, 0.1) == 0
-    worst = metrics.area_under_sparsification_error(-uncertainty, losses)  # 1, 1, 2/3, 1/2
-    assert_close(worst, torch.tensor((1 + 1 + 1 / 3) / 4))
 
 
 def test_ties_have_the_mean_over_all_orders():
@@ -276,23 +271,11 @@ def test_false_positives_are_those_of_the_roc_curve():
         metrics.false_positive_rate(inside, outside, 0.0)
 
 
-def test_adaptive_bins_by_hand():
-    """Confidences .6 and .7 (one of two right), .8 and .9 (both right): |.65 − .5|/2 + |.85 − 1|/2."""
-    top = torch.tensor([0.9, 0.6, 0.8, 0.7])
-    probabilities, targets = torch.stack([top, 1 - top], 1), torch.tensor([0, 1, 0, 0])
-    assert_close(metrics.adaptive_calibration_error(probabilities, targets, 2), torch.tensor(0.15))
-    assert_close(metrics.adaptive_calibration_error(probabilities, targets, 1), torch.tensor(0.0))
-    same = torch.full((4, 2), 0.5)
-    order = [metrics.adaptive_calibration_error(same, targets[[*p]], 2) for p in itertools.permutations(range(4))]
-    assert_close(torch.stack(order), order[0].expand(24))  # the order of equal confidences does not matter
-
-
 def test_intervals_by_hand():
     low, high = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 3.0, 2.0])
     assert_close(metrics.interval_coverage(low, high, torch.tensor([1.0, 3.5, 2.0])), torch.tensor(2 / 3))
-    assert metrics.mean_interval_width(low, high) == 1
     with pytest.raises(ConfigurationError, match="before it begins"):
-        metrics.mean_interval_width(high, low)
+        metrics.interval_coverage(high, low, low)
     with pytest.raises(LabelError):
         metrics.interval_coverage(low, high, torch.zeros(3, 1))
     with pytest.raises(LabelError):

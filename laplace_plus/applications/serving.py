@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_plus.errors import ConfigurationError, LaplacePlusError, UnsupportedError
-from laplace_plus.likelihoods.base import unknown_link, widen
+from laplace_plus.errors import ConfigurationError, LaplacePlusError, UnsupportedError, unknown_option
+from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.categorical import LOGISTIC_SCALES, centring_weights, independent_variances
 from laplace_plus.network import batches
 from laplace_plus.network.network import Network, exact_arithmetic
@@ -203,7 +203,7 @@ def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> Froz
     posterior.require_fit()
     network, link = posterior.network, link or posterior.link or posterior.likelihood.links[0]
     if link not in posterior.likelihood.links:
-        raise unknown_link(posterior.likelihood, link)
+        raise unknown_option(type(posterior.likelihood).__name__, link, posterior.likelihood.links, word="link")
     if not isinstance(posterior, GaussianPosterior):
         raise _unsupported(f"{type(posterior).__name__} is no Gaussian of known covariance")
     if link == "mc" or any(item.mask is not None for item in network.selected):

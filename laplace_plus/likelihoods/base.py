@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily
 
-from laplace_plus.errors import ConfigurationError, LabelError, NonFiniteError, OutputError, UnsupportedError, warn
+from laplace_plus.errors import (
+    ConfigurationError,
+    LabelError,
+    NonFiniteError,
+    OutputError,
+    UnsupportedError,
+    unknown_option,
+    warn,
+)
 from laplace_plus.likelihoods.sampling import global_randomness
 
 _STRONG_EVIDENCE = 5.0
@@ -299,7 +307,7 @@ class Likelihood(ABC):
 
         For means ``[..., C]`` and covariances ``[..., C, C]``, or variances ``[..., C]`` where the link needs no more.
         """
-        raise unknown_link(self, link)
+        raise unknown_option(type(self).__name__, link, self.links, word="link")
 
     def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
         """``log p(y)`` under a marginal of :meth:`predict`, ``[...]``, of targets as :meth:`rows` has them."""
@@ -342,12 +350,6 @@ def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
     if covariance.dim() > mean.dim():
         covariance = covariance.diagonal(dim1=-2, dim2=-1)
     return covariance.clamp_min(0.0)
-
-
-def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
-    """The error for a link that the likelihood does not have."""
-    known = ", ".join(map(repr, likelihood.links))
-    return ConfigurationError(f"{type(likelihood).__name__} has no such link.", expected=known, got=repr(link))
 
 
 def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFamily:

@@ -97,7 +97,7 @@ _LARGEST_WEIGHT = 0.45
 
 
 @final
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Categorical(Likelihood):
     """``p(y = k | f) = softmax(f)_k`` over ``C >= 2`` classes.
 
@@ -138,18 +138,6 @@ class Categorical(Likelihood):
         checks.number("label_smoothing", self.label_smoothing, least=0.0, most=math.nextafter(1.0, 0.0))
         if self.weight is not None or self.label_smoothing:
             object.__setattr__(self, "of_new_targets", Categorical(self.ignore_index, self.output_axis))
-
-    def __repr__(self) -> str:
-        return f"Categorical({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
-
-    def config(self) -> dict[str, Any]:
-        """``{"name": "categorical", …}``, with weights and smoothing where there are any."""
-        return {"name": self.config_name, **self._options()}
-
-    def _options(self) -> dict[str, Any]:
-        weight = {} if self.weight is None else {"weight": list(self.weight)}
-        smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}
-        return {"ignore_index": self.ignore_index, "output_axis": self.output_axis, **weight, **smoothing}
 
     def _totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``t [N, C]`` for labels ``[N]`` or soft labels ``[N, C]``."""

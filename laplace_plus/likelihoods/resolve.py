@@ -116,7 +116,7 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
 
     Example:
         >>> likelihood_from_config(Categorical(ignore_index=255).config())
-        Categorical(ignore_index=255, output_axis=-1)
+        Categorical(ignore_index=255, output_axis=-1, weight=None, label_smoothing=0.0)
     """
     options = dict(config)
     name = options.pop("name", None)

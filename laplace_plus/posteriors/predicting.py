@@ -28,16 +28,20 @@ from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import (
+from laplace_plus.predictive.from_outputs import stacked
+from laplace_plus.predictive.linearized import (
+    MANY_OUTPUTS,
     MOST_SAMPLES,
     EstimatedPosterior,
+    FunctionalPosterior,
+    Outputs,
     is_sampled,
     moments,
     n_samples_for,
+    outputs_for,
     pushed,
+    require_outputs,
 )
-from laplace_plus.predictive.from_outputs import stacked
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
 
 Method = Literal["linearized", "sampled"]
 

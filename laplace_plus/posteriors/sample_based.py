@@ -14,7 +14,7 @@ from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.predictive.deviations import pushed
+from laplace_plus.predictive.linearized import pushed
 
 
 class SampleBased(Posterior):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
+from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, unknown_option
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite, check_outputs, unknown_link, widen
+from laplace_plus.likelihoods.base import check_finite, check_outputs, widen
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
@@ -55,7 +55,7 @@ def from_functional(
     likelihood = likelihood.of_new_targets or likelihood
     link = likelihood.links[0] if link is None else link
     if link not in likelihood.links:
-        raise unknown_link(likelihood, link)
+        raise unknown_option(type(likelihood).__name__, link, likelihood.links, word="link")
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
     if mean.dim() < 2 or not math.isfinite((mean.sum() + covariance.sum()).detach()):

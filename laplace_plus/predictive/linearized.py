@@ -1,4 +1,4 @@
-"""The Gaussian over outputs that a Gaussian over parameters induces in the linearised network.
+"""The Gaussian over outputs that a Gaussian over parameters induces in the linearised network, exact or from samples.
 
 ``f(x) ~ N(f(θ̂, x), J(x) Σ J(x)ᵀ)``, computed layer by layer from inputs and output gradients. The full Jacobian is only
 built if one dense block covers all parameters.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -21,10 +21,11 @@ from laplace_plus.likelihoods.categorical import centring_weights, independent_v
 from laplace_plus.network import batches
 from laplace_plus.network.capture import Capture
 from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_gradients
 from laplace_plus.structured import Factor
-from laplace_plus.structured.gradients import limit, slices
+from laplace_plus.structured.gradients import MIB, limit, slices
 from laplace_plus.structured.layout import Layout
 
 WHOLE = "all"
@@ -36,6 +37,19 @@ _CENTRED = 64
 MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances: covariances would take C times the
 memory, and the links ignore them."""
+
+MOST_EXACT = 512
+"""Outputs of an example whose covariances are exact unless only the last layer is selected: each of them takes a
+backward pass through the network."""
+
+LARGE_COVARIANCE = 512 * MIB
+"""Bytes that a covariance of outputs and its factor may take in float64 before outputs are sampled instead."""
+
+LEAST_SAMPLES, MOST_SAMPLES = 5, 100
+"""Samples unless a number is given: a variance then has a relative standard error ``(2/S)^½`` of 63 % to 14 %."""
+
+_TOGETHER = 512 * MIB
+"""Bytes of the samples and activations of those that are pushed together."""
 
 Factors = Mapping[str, Factor]
 
@@ -57,6 +71,12 @@ class FunctionalPosterior(NamedTuple):
     covariance: Tensor
 
 
+class EstimatedPosterior(FunctionalPosterior):
+    """A functional posterior with estimated variances; :attr:`without_each` gives those without each sample."""
+
+    without_each: Callable[[], Tensor]
+
+
 def functional_posteriors(
     network: Network,
     factor_sets: Sequence[Factors],
@@ -71,24 +91,11 @@ def functional_posteriors(
 ) -> list[FunctionalPosterior]:
     """Functional posteriors under several covariances, e.g. for a grid of prior precisions, from one Jacobian pass.
 
-    Args:
-        network: The network.
-        factor_sets: For each covariance, the factors of the posterior precision's blocks by layout key.
-        inputs: A batch's inputs.
-        joint: Whether to give the covariance across inputs too.
-        outputs: None for all outputs; ``"diagonal"`` for variances only; ``"independent"`` for those of
-            :func:`~laplace_plus.likelihoods.categorical.independent_variances`, which stand for the covariances and
-            cost what variances cost; or some outputs: their indices, a slice, a bool mask ``[C]``, or integers
-            ``[B, *, K]`` that choose K outputs for each example and position by itself, such as its most probable
-            classes. Only chosen outputs are differentiated.
-        differentiable: Whether gradients flow to the inputs.
-        expected_outputs: C, where it is known.
-        layouts: The blocks of the precision, where they may be others than the layers.
-        apart: Whether a batch may be cut where the gradients of all outputs of an example would take too much memory.
-
-    Raises:
-        ConfigurationError: Outputs that the network does not have.
-        DataError: Inputs for which the network takes another path than while fitting.
+    Each covariance is given by the factors of the posterior precision's blocks by layout key; ``layouts`` are these
+    blocks, where they may be others than the layers. Of outputs ``[B, *, K]`` each example and position has its own K,
+    such as its most probable classes; only chosen outputs are differentiated. ``apart`` allows to cut a batch where
+    the gradients of all outputs of an example would take too much memory. ConfigurationError for outputs that the
+    network does not have, DataError for inputs for which it takes another path than while fitting.
     """
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
@@ -234,6 +241,71 @@ def _quadratic_forms(stacks: Any, factor_sets: Sequence[Factors], mode: str, blo
     return totals
 
 
+def is_sampled(network: Network, x: Any, *, variances: bool = False, joint: bool = False) -> bool:
+    """Whether outputs for x are sampled rather than their covariance (or ``variances``) being computed.
+
+    That is where an example has more than :data:`MOST_EXACT` outputs and more than the last layer is selected, or where
+    the covariance is larger than :data:`LARGE_COVARIANCE`.
+    """
+    shape = network.forward(x).shape
+    if len(network.layers) > 1 and shape[1:].numel() > MOST_EXACT:
+        return True
+    return not variances and 16 * shape.numel() * (shape.numel() if joint else shape[-1]) > LARGE_COVARIANCE
+
+
+def n_samples_for(n_parameters: int) -> int:
+    """How many samples estimate variances: as many as hold 2²⁶ numbers, from 5 to 100. Large networks take longer."""
+    return max(LEAST_SAMPLES, min(MOST_SAMPLES, 2**26 // n_parameters))
+
+
+def pushed(
+    network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v``, ``[k, B, *, C]``, for deviations v, ``[k, P]`` or chunks.
+
+    Each deviation takes one forward-mode derivative, about the cost of a forward pass. With many outputs that is far
+    less than their covariance, and takes no ``[C, C]`` matrix (Immer et al., 2021). Raises :class:`DataError` for no
+    examples, or another number of outputs than ``n_outputs``.
+    """
+    linear, outputs = linearize(network, network.vector(), inputs), network.forward(inputs).to(network.dtype)
+    require_outputs(outputs.shape, n_outputs, inputs)
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    parts = []
+    for chunk in [deviations] if isinstance(deviations, Tensor) else deviations:
+        # Forward mode holds two or three activations of each sample at a time; 64 times the outputs are typical.
+        each = 4 * chunk[0].numel() * chunk.element_size() + 64 * outputs.numel() * outputs.element_size()
+        for some in slices(len(chunk), each, _TOGETHER):
+            parts.append(linear.push(chunk[some].to(outputs)).to(wide))
+    return outputs.to(wide), torch.cat(parts)
+
+
+def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) -> FunctionalPosterior:
+    """Mean and covariance ``1/k Σ d dᵀ`` of deviations d ``[k, B, *, C]`` from a known mean ``[B, *, C]``.
+
+    Options and errors as for :func:`functional_posteriors`.
+    """
+    check_finite(mean, "The network's outputs")
+    check_finite(deviations, "Samples of the functional posterior")
+    variances = wants_variances(outputs, joint)
+    deviations = deviations if outputs is None or variances else torch.stack([pick(one, outputs) for one in deviations])
+    mean, scaled = pick(mean, outputs), deviations / len(deviations) ** 0.5
+    if variances:
+        if outputs == "independent":
+            scaled = scaled - (scaled * centring_weights(mean)).sum(-1, keepdim=True)
+        squares, n = scaled.square(), len(scaled)
+
+        def estimate(sums: Tensor) -> Tensor:
+            return independent_variances(mean.expand_as(sums), sums) if outputs == "independent" else sums
+
+        found = EstimatedPosterior(mean, estimate(squares.sum(0)))
+        found.without_each = lambda: estimate((squares.sum(0) - squares) * (n / max(1, n - 1)))
+        return found
+    if joint:
+        flat = scaled.flatten(1)
+        return FunctionalPosterior(mean, (flat.mT @ flat).view(*mean.shape, *mean.shape))
+    return FunctionalPosterior(mean, torch.einsum("s...c,s...d->...cd", scaled, scaled))
+
+
 def outputs_for(link: str, n_outputs: int) -> Outputs:
     """What a link needs of so many outputs: variances where those do, or else all covariances."""
     return _OF_LINKS.get(link) if n_outputs > MANY_OUTPUTS else None
@@ -249,11 +321,11 @@ def wrong_outputs(shape: torch.Size, expected: int | None, inputs: Any) -> DataE
     """The error for no examples, or another number of outputs, as of an example without a batch axis."""
     if not shape.numel():
         return DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
-    what, fix = (
-        "The network gives another number of outputs than while fitting.",
+    what = "The network gives another number of outputs than while fitting."
+    got, fix = (
+        f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}",
         "Pass a batch: x[None] for one input.",
     )
-    got = f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}"
     return DataError(what, expected=f"{expected} outputs for each example", got=got, fix=fix)
 
 
@@ -271,25 +343,19 @@ def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, sha
     ConfigurationError for anything else: an index that is out of range would end a process on a GPU.
     """
     n_outputs = shape[-1]
-    try:
-        is_mixed = isinstance(outputs, (list, tuple)) and len({isinstance(entry, bool) for entry in outputs}) > 1
-        chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        is_mixed, chosen = True, torch.zeros(0)
+    chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
     if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
         chosen = chosen.nonzero().squeeze(-1)
-    integers = not (is_mixed or chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
-    chosen = chosen.long() if integers else chosen
-    known = integers and chosen.ndim > 0 and chosen.numel() > 0
-    known = known and -n_outputs <= int(chosen.min()) and int(chosen.max()) < n_outputs
-    if not known or (chosen.ndim > 1 and chosen.shape[:-1] != shape[:-1]):
+    integers = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
+    fits = integers and chosen.numel() > 0 and (chosen.ndim == 1 or chosen.shape[:-1] == shape[:-1])
+    if not fits or not -n_outputs <= int(chosen.min()) <= int(chosen.max()) < n_outputs:
+        what = "The network does not have these outputs."
         expected = (
             f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}, at least one; or integers "
         )
         expected += f"{[*shape[:-1], 'K']} below {n_outputs}, for each example"
-        what = "The network does not have these outputs."
         raise ConfigurationError(what, expected=expected, got=reprlib.repr(outputs))
-    return chosen % n_outputs
+    return chosen.long() % n_outputs
 
 
 def pick(values: Tensor, outputs: Outputs) -> Tensor:

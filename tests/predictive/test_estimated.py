@@ -10,8 +10,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.predictive import deviations, from_functional
-from laplace_plus.predictive.deviations import is_sampled, n_samples_for
+from laplace_plus.predictive import from_functional, linearized
+from laplace_plus.predictive.linearized import is_sampled, n_samples_for
 
 CLASSES = 70
 
@@ -31,7 +31,7 @@ def fitted():
 @pytest.fixture
 def impatient(monkeypatch):
     """Few outputs are many."""
-    monkeypatch.setattr(deviations, "MOST_EXACT", CLASSES - 1)
+    monkeypatch.setattr(linearized, "MOST_EXACT", CLASSES - 1)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -93,7 +93,7 @@ def test_samples_where_they_are_quicker(impatient, kind):
     posterior = kind(net, "classification").fit([(x, y)])
     few, exact = posterior.predictive(x), posterior.predictive(x, method="linearized")
     assert few.without_each is not None and exact.without_each is None
-    assert len(few.without_each()) == deviations.MOST_SAMPLES
+    assert len(few.without_each()) == linearized.MOST_SAMPLES
     assert (few.standard_error > 0).all()
     again, other = posterior.predictive(x), posterior.predictive(x, generator=seeded(1))
     torch.testing.assert_close(few.mean, again.mean, rtol=0, atol=0)
@@ -137,5 +137,5 @@ def test_what_is_sampled():
 
     assert chosen(64, 1000) and not chosen(64, 300) and not chosen(64, 1000, variances=True)
     assert chosen(64, 300, joint=True) and not chosen(2, 3, joint=True)
-    assert not chosen(2, deviations.MOST_EXACT, hidden=True) and chosen(2, deviations.MOST_EXACT + 1, hidden=True)
+    assert not chosen(2, linearized.MOST_EXACT, hidden=True) and chosen(2, linearized.MOST_EXACT + 1, hidden=True)
     assert [n_samples_for(2**power) for power in (10, 21, 30)] == [100, 32, 5]

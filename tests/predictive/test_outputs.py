@@ -15,7 +15,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.predictive import linearized
-from laplace_plus.predictive.deviations import pushed
+from laplace_plus.predictive.linearized import pushed
 
 EXACT = 1e-10
 CLASSES = 3
@@ -218,7 +218,6 @@ def test_many_outputs_of_sampled_posteriors(monkeypatch):
         torch.zeros(5, 1),
         torch.ones(5, 3, dtype=torch.bool),
         True,
-        [True, 0],
     ],
 )
 def test_choices_that_do_not_fit_are_refused(outputs):

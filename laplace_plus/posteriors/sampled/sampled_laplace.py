@@ -31,7 +31,7 @@ from laplace_plus.posteriors.sampled.solvers import SOLVERS, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
-from laplace_plus.predictive.deviations import pushed
+from laplace_plus.predictive.linearized import pushed
 from laplace_plus.tuning import Tuner, TuningResult
 
 WHY = "Samples of the posterior come from many passes over the data."

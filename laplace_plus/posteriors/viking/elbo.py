@@ -27,7 +27,7 @@ from laplace_plus.network.batches import Batch, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
-from laplace_plus.predictive.deviations import pushed
+from laplace_plus.predictive.linearized import pushed
 
 ITERATIONS = 100
 """Most iterations of L-BFGS, which finds α and σ_im at a fixed mean."""
