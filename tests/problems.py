@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import laplace_plus as lp
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator, JacobianOperator
@@ -51,6 +53,22 @@ def with_singular_values(m: int, n: int, values: Tensor, seed: int = 0) -> Tenso
     left, _, right = torch.linalg.svd(normal(m, n, seed=seed), full_matrices=False)
     rank = len(values)
     return (left[:, :rank] * values) @ right[:rank]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size in bytes of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, leaf.numel() * leaf.element_size())
+        return result
 
 
 # -- small networks with data, and products with their curvature -------------------------------------------------------

@@ -7,10 +7,8 @@ import pickle
 
 import pytest
 import torch
-from problems import ekfac, ggn, jacobian, relative_error
+from problems import LargestTensor, ekfac, ggn, jacobian, relative_error
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import laplace_plus as lp
@@ -38,22 +36,6 @@ def reals(n=12, outputs=3):
         torch.randn(n, 3, generator=generator, dtype=torch.float64),
         torch.randn(n, outputs, generator=generator, dtype=torch.float64),
     )
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the size in bytes of the largest tensor that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
-                self.bytes = max(self.bytes, leaf.numel() * leaf.element_size())
-        return result
 
 
 # -- samples and randomness --------------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import categorical_hessian, generator, occam, relative_error
+from problems import LargestTensor, categorical_hessian, generator, occam, relative_error
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import laplace_plus as lp
 from laplace_plus.curvature import structures
@@ -337,21 +336,6 @@ def test_unknown_output_factors_are_refused(options):
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest memory that any operation's result takes."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
 
 
 def test_no_class_by_class_matrix_of_the_data_is_ever_written_out():
