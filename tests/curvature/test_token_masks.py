@@ -220,6 +220,7 @@ def test_packed_projections(batch_first):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Which rows belong")  # of its relative positions
 def test_a_decoder_is_not_masked_as_its_encoder():
     torch.manual_seed(0)
     config = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}

@@ -184,6 +184,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
 
 
 @pytest.mark.zoo
+@pytest.mark.filterwarnings("ignore:Which rows belong")  # of learnt prompts
 @pytest.mark.parametrize("kind", ["lora", *(pytest.param(k, marks=pytest.mark.slow) for k in CONFIGS if k != "lora")])
 def test_adapters_of_peft(kind):
     model, (inputs, y) = bert(kind).train(), sentences()
