@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from laplace_plus.errors import ConfigurationError, DistributedError, EmptyDataError
-from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.likelihoods.sampling import draw_seed, stage_generator
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.persistence import decode, digest, encode, fingerprint
 from laplace_plus.posteriors import Posterior
@@ -26,9 +26,6 @@ from laplace_plus.posteriors.training_data import TrainingData
 __all__ = ["fit", "gathered", "update"]
 
 P = TypeVar("P", bound=Posterior)
-
-GOLDEN = 0x9E3779B97F4A7C15
-"""The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
 
 
 def fit(posterior: P, shard: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> P:
@@ -125,9 +122,8 @@ def _fitted(posterior: P, shard: Iterable[Any], before: Any, *, progress: bool, 
         with exact_arithmetic(posterior.network):
             posterior.network.check_finite()
             seed = _agreed(ranks, posterior, before, generator)
-            if posterior.backend.kind == "ggn_mc":  # the examples of different ranks draw independent labels
-                seed = (seed + GOLDEN * ranks.rank) % 2**63
-            source = torch.Generator(posterior.network.device).manual_seed(seed)
+            # The examples of different ranks draw independent labels; all else that is drawn is the same on all ranks.
+            source = stage_generator(seed, ranks.rank if posterior.backend.kind == "ggn_mc" else 0)
             show = progress and ranks.rank == 0
             made._fitted(shard, before, reduce=ranks, progress=show, generator=source)
         made.training_data = TrainingData()

@@ -76,7 +76,7 @@ def test_a_quadratic_loss_in_closed_form():
     walk = Walk(3, steps, 0.2, count, 0.4 * n / 20, None)
     landscape = LossLandscape(net, "regression", [(x[:4], y[:4]), (x[4:], y[4:])], prior_precision=0.0)
     directions = draw_directions(3, landscape.vector, 0)
-    found = explore(landscape, directions, walk).deviations[:, -1]
+    found = explore(landscape, directions, walk)[0][:, -1]
     values, vectors = torch.linalg.eigh(x.mT @ x / n)
     rho = (1 - walk.learning_rate * values) ** count
     factor = rho * (1 - rho**steps) / (1 - rho)
@@ -118,9 +118,9 @@ def test_particles_together_go_where_each_goes_alone():
     alone = loop(net, data, directions, walk, weight_decay=0.02)
     for chunk_size in (2, 16):
         landscape = LossLandscape(net, "classification", data, prior_precision=0.02 * 20, chunk_size=chunk_size)
-        found = explore(landscape, directions, walk)
+        deviations, _ = explore(landscape, directions, walk)
         assert landscape.first_order.way == "recorded"
-        torch.testing.assert_close(found.deviations[:, -1], alone, rtol=0, atol=1e-10)
+        torch.testing.assert_close(deviations[:, -1], alone, rtol=0, atol=1e-10)
 
 
 def test_minibatches_stay_near_the_whole(problem):
@@ -422,7 +422,7 @@ def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path)
         {"n_refinements": -1},
         {"sampling": "all"},
         {"weight_decay": 0.0},
-        {"latent": {"repulsion": -1.0}},
+        {"latent": {"plateau": -1.0}},
         {"latent": {"hidden": (0,)}},
     ],
 )

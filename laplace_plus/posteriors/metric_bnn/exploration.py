@@ -8,7 +8,7 @@ trajectory. On a quadratic loss with eigenvalue λ along d, a trajectory ends at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,13 +89,6 @@ class ExplorationReport:
         return self.learning_rate * self.curvature
 
 
-class Explored(NamedTuple):
-    """Deviations from the trained weights after each step, ``[N, T, P]``, and how it went."""
-
-    deviations: Tensor
-    report: ExplorationReport
-
-
 def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
     """Uniformly distributed unit vectors ``[n, P]`` for a vector ``[P]`` of the same kind."""
     source = stage_generator(seed, 0)
@@ -105,10 +98,10 @@ def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
 
 def explore(
     landscape: LossLandscape, directions: Tensor, walk: Walk, *, seed: int = 0, progress: bool = False
-) -> Explored:
+) -> tuple[Tensor, ExplorationReport]:
     """Let particles drift from the landscape's ``vector``, on its loss divided by the number of examples.
 
-    Takes ``T M`` gradients at N points, and memory for ``N T`` parameter vectors.
+    Takes ``T M`` gradients at N points. Gives the deviations after each step, ``[N, T, P]``, and how it went.
     """
     start, refinement = landscape.vector, _Refinement(landscape, walk, seed)
     curvature, slope = refinement.measure()
@@ -122,8 +115,7 @@ def explore(
         growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
         deviations[:, step] = position
     largest = float(growth.nan_to_num(nan=-1.0).max())
-    report = ExplorationReport(rate, curvature, slope, largest if largest >= 0 else None, slowest)
-    return Explored(deviations, report)
+    return deviations, ExplorationReport(rate, curvature, slope, largest if largest >= 0 else None, slowest)
 
 
 def _learning_rate(walk: Walk, curvature: float) -> float:

@@ -1,6 +1,6 @@
 """A contrastive autoencoder of parameter vectors, whose latent space is measured in steps of their trajectories.
 
-Encoder φ and decoder ψ minimise ``λ₊ L₊ + λ₋ L₋ + λ_d L_d`` over the points θ of T-step trajectories:
+Encoder φ and decoder ψ minimise ``L₊ + L₋ + L_d`` over the points θ of T-step trajectories:
 
     L₊ = E (‖φ(θ) − φ(θ')‖ − 1/T)²      θ, θ' one step apart, the first of each trajectory the trained weights
     L₋ = E −log ‖φ(θ) − φ(θ″)‖          θ″ any other point
@@ -53,9 +53,6 @@ class LatentModel:
             fraction of its fall since the start; 0 for all epochs in any case.
         learning_rate: Adam's.
         batch_size: Pairs in a step of Adam, or all if there are fewer.
-        attraction: λ₊.
-        repulsion: λ₋.
-        reconstruction: λ_d.
         tolerance: Fraction of the points' mean square that may remain unexplained; beyond it the autoencoder counts as
             not converged.
 
@@ -69,9 +66,6 @@ class LatentModel:
     plateau: float = 1e-3
     learning_rate: float = 1e-3
     batch_size: int = 1024
-    attraction: float = 1.0
-    repulsion: float = 1.0
-    reconstruction: float = 1.0
     tolerance: float = 0.05
 
     def __post_init__(self) -> None:
@@ -82,8 +76,7 @@ class LatentModel:
         object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has lists only
         checks.positive("learning_rate", self.learning_rate)
         checks.positive("tolerance", self.tolerance)
-        for name in ("attraction", "repulsion", "reconstruction", "plateau"):
-            checks.number(name, getattr(self, name), least=0.0)
+        checks.number("plateau", self.plateau, least=0.0)
 
 
 # -- coordinates -------------------------------------------------------------------------------------------------------
@@ -155,7 +148,7 @@ class LatentReport:
     """How the autoencoder was trained.
 
     Attributes:
-        history: ``L₊``, ``L₋`` and ``L_d`` of each epoch, without their weights, ``[epochs, 3]`` float64.
+        history: ``L₊``, ``L₋`` and ``L_d`` of each epoch, ``[epochs, 3]`` float64.
         unexplained: ``Σ ‖x − ψ(φ(x))‖² / Σ ‖x‖²`` over the points, including what the coordinates leave out.
     """
 
@@ -242,10 +235,9 @@ def train(trajectories: Tensor, options: LatentModel, seed: int, *, progress: bo
     with global_randomness(rows.device, stage_generator(seed, 0)):
         encoder, decoder = _initial(widths, rows), _initial(widths[::-1], rows)
     optimizer = torch.optim.Adam(chain(*encoder, *decoder), lr=options.learning_rate, fused=True)
-    weights = torch.tensor([options.attraction, options.repulsion, options.reconstruction]).double()
     history = torch.zeros(0, 3, dtype=torch.float64)
     for epoch in progress_bar(range(options.epochs), enabled=progress, description="MetricBNN: autoencoder"):
-        if _has_settled(history @ weights, options.plateau):
+        if _has_settled(history.sum(1), options.plateau):
             break
         source, total = stage_generator(seed, epoch + 1), torch.zeros(3, dtype=torch.float64)
         for some in torch.randperm(pairs.shape[1], generator=source).split(options.batch_size):
@@ -257,10 +249,10 @@ def train(trajectories: Tensor, options: LatentModel, seed: int, *, progress: bo
             reconstruction = reconstruction_loss(points, _perceptron(decoder, latents))
             losses = torch.stack([attraction, repulsion_loss(latents, others), reconstruction])
             optimizer.zero_grad()
-            (weights.to(rows) @ losses).backward()
+            losses.sum().backward()
             optimizer.step()
             total += losses.detach().double().cpu() * (len(some) / pairs.shape[1])
-        fix = "Use a smaller learning_rate of the latent model, or a smaller repulsion."
+        fix = "Use a smaller learning_rate of the latent model."
         checks.finite(f"A loss of the autoencoder in epoch {epoch + 1}", total, fix)
         history = torch.cat([history, total[None]])
     with torch.no_grad():

@@ -176,12 +176,12 @@ class MetricBNN(Posterior):
             chunk_size=min(self.chunk_size, walk.n_particles),
         )
         directions = draw_directions(walk.n_particles, vector, seed)
-        explored = explore(landscape, directions, walk, seed=seed, progress=progress)
+        deviations, report = explore(landscape, directions, walk, seed=seed, progress=progress)
         latents = None
         if self.sampling == "latent":
-            latents = train(explored.deviations, self.latent, seed ^ _OTHER, progress=progress)
-        self._warn_unless_converged(explored.report, None if latents is None else latents.report)
-        return Exploration(vector, n_data, n_outputs, *explored, latents)
+            latents = train(deviations, self.latent, seed ^ _OTHER, progress=progress)
+        self._warn_unless_converged(report, None if latents is None else latents.report)
+        return Exploration(vector, n_data, n_outputs, deviations, report, latents)
 
     def _warn_unless_converged(self, report: ExplorationReport, latent: LatentReport | None) -> None:
         if report.growth is not None and report.growth > _GROWTH:
@@ -194,8 +194,8 @@ class MetricBNN(Posterior):
         if latent is not None and not latent.unexplained <= self.latent.tolerance:
             warn(
                 f"The autoencoder has not converged: it leaves {latent.unexplained:.1%} of the explored points' mean "
-                f"square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, with a larger "
-                "learning_rate or less repulsion, or use posterior.exploration, which needs none.",
+                f"square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs or with a "
+                "larger learning_rate, or use posterior.exploration, which needs none.",
                 ConvergenceWarning,
             )
 
