@@ -72,16 +72,8 @@ def bidiagonalize(
     and memory for 2K vectors of length m + n. The result is differentiable in ``v`` and in the tensors that the
     operator depends on, at the same cost again; no graph of a product is stored.
 
-    Args:
-        matvec: A, an operator on row-stacked vectors, ``[..., n] -> [..., m]``.
-        v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
-        depth: K ≥ 1; at most min(m, n) steps are taken.
-        rmatvec: Aᵀ, ``[..., m] -> [..., n]``; by default torch differentiates through ``matvec``.
-        m: Length of the output vectors of A; by default the operator's, or n for a plain callable.
-        tolerance: The process ends where a new vector before normalisation is at most ``tolerance`` times the largest
-            product with a unit vector so far; ten times machine epsilon by default.
-        dtype: Type of the vectors.
-        parameters: The tensors to differentiate in.
+    The arguments are those of :func:`~laplace_plus.linalg.arnoldi`. At most min(m, n) steps are taken, where m is the
+    length of A's output vectors: by default the operator's, or n for a plain callable.
 
     Raises:
         ConfigurationError: A bad start vector, depth or tolerance.

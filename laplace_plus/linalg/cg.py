@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import inner, vector_norm
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_adjoint, vectors_of, without_autocast
 from laplace_plus.linalg.solving import Problem, Solution, Status, attach_solution, ratio, where_used
@@ -74,7 +75,13 @@ def cg(
     problem = Problem("cg", b, n, atol=atol, rtol=rtol, max_iterations=max_iterations, progress=progress)
     A = problem.map(matvec, n, symmetric=True, parameters=parameters)
     P = None if preconditioner is None else problem.map(preconditioner, n, parameters=(), name="preconditioner")
-    x, residual = _iterate(A, P, problem, problem.start(x0, n, dtype))
+    if x0 is not None:
+        x0 = vectors_of("x0", x0, dtype)
+        if x0.shape != b.shape or x0.dtype != b.dtype:
+            what, got = "x0 does not fit the right-hand sides.", f"{tuple(x0.shape)} of {x0.dtype}"
+            raise ConfigurationError(what, expected=f"{tuple(b.shape)} of {b.dtype}", got=got)
+        x0 = problem.as_rows(x0) / problem.scale[:, None]
+    x, residual = _iterate(A, P, problem, x0)
     matvecs = A.matvecs
 
     def gradient(x: Tensor, cotangent: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:

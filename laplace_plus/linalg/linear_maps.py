@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -244,12 +244,7 @@ def attach_one(
     output: Tensor, inputs: Sequence[Tensor], pullback: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Tensor:
     """:func:`attach` for one output, whose pullback takes the cotangent alone."""
-
-    def of_one(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        assert cotangents[0] is not None
-        return pullback(cotangents[0])
-
-    return attach([output], inputs, of_one)[0]
+    return attach([output], inputs, lambda _, cotangents: pullback(cast(Tensor, cotangents[0])))[0]
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
@@ -329,25 +324,18 @@ def as_operator(
     """An operator from a linear function of row-stacked vectors.
 
     Args:
-        function: ``v [..., n] -> A v [..., m]``; an operator of this shape is returned unchanged.
+        function: ``v [..., n] -> A v [..., m]``.
         shape: ``(m, n)``, or n for a square operator.
         rmatvec: ``u [..., m] -> Aᵀ u [..., n]``; by default torch differentiates through ``function``.
         symmetric: Whether A is symmetric; not checked.
         dtype: Type of the numbers; torch's default type by default.
         device: Device of the vectors; torch's default device by default.
         parameters: The tensors that A depends on; by default the leaves of the autograd graph of one product.
-
-    Raises:
-        OperatorError: An operator of another shape.
     """
-    rows, columns = (shape, shape) if isinstance(shape, int) else shape
-    if isinstance(function, Operator):
-        if function.shape != (rows, columns):
-            raise OperatorError("The operator has another shape.", expected=f"{(rows, columns)}", got=f"{function}")
-        return function
+    shape = (shape, shape) if isinstance(shape, int) else shape
     dtype, device = dtype or torch.get_default_dtype(), torch.empty(0, device=device).device
     tensors = None if parameters is None else tuple(parameters)
-    return FunctionOperator(function, (rows, columns), rmatvec, dtype, device, tensors, symmetric)
+    return FunctionOperator(function, shape, rmatvec, dtype, device, tensors, symmetric)
 
 
 def number_type(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,10 +27,10 @@ from laplace_plus.linalg.solving import Problem, Solution, Status, attach_soluti
 
 @dataclass(frozen=True)
 class LeastSquaresSolution(Solution):
-    """The solution of least-squares problems; its ``residual`` is ``‖Aᵀ(b - Ax) - λ²(x - x0)‖``.
+    """The solution of least-squares problems; its ``residual`` is ``‖Aᵀ(b - Ax) - λ²x‖``.
 
     Attributes:
-        misfit: ``[...]``, ``(‖b - Ax‖² + λ²‖x - x0‖²)^½``.
+        misfit: ``[...]``, ``(‖b - Ax‖² + λ²‖x‖²)^½``.
         operator_norm: ``[...]``, a lower estimate of the Frobenius norm of A (with λ I below it).
         condition_number: ``[...]``, an estimate of its condition number.
     """
@@ -47,7 +47,6 @@ def lsmr(
     b: Tensor,
     *,
     damp: float | Tensor = 0.0,
-    x0: Tensor | None = None,
     atol: float | None = None,
     btol: float | None = None,
     conlim: float = 1e8,
@@ -57,20 +56,19 @@ def lsmr(
     dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> LeastSquaresSolution:
-    """Minimise ``‖A x - b‖² + λ² ‖x - x0‖²`` by LSMR, for A of any shape and rank.
+    """Minimise ``‖A x - b‖² + λ² ‖x‖²`` by LSMR, for A of any shape and rank.
 
     The iterates are those of MINRES on the normal equations, but the condition number is not squared. Of several
-    solutions (λ = 0, dependent columns) it finds the one nearest to ``x0``, which is 0 by default. With λ > 0 the
-    penalty is on the distance from ``x0``, as in SciPy.
+    solutions (λ = 0, dependent columns) it finds the shortest. For that nearest to a point y, or a penalty on the
+    distance from it, solve for ``x - y`` with the right-hand side ``b - A y``.
 
     An iteration costs one product with A, one with Aᵀ and about eight passes over vectors. Memory is five vectors of
-    length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends
-    on, λ and x0 is exact, also at λ = 0 wherever the rank does not change (elsewhere there is none). With the cotangent
-    x̄, ``r = b - Ax``, ``p = argmin ‖Aᵀp - x̄‖² + λ²‖p‖²`` and ``q = x̄ - Aᵀp``:
-    ``b̄ = p``, ``x̄0 = q``, ``λ̄ = -2λ wᵀ(x - x0)`` and
+    length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends on
+    and λ is exact, also at λ = 0 wherever the rank does not change (elsewhere there is none). With the cotangent x̄,
+    ``r = b - Ax``, ``p = argmin ‖Aᵀp - x̄‖² + λ²‖p‖²`` and ``q = x̄ - Aᵀp``: ``b̄ = p``, ``λ̄ = -2λ wᵀx`` and
 
     * ``Ā = r wᵀ - p xᵀ`` with ``w = q/λ²`` for ``λ² ≥ √ε ‖A‖²``: one solve;
-    * ``Ā = r wᵀ + y qᵀ - p xᵀ`` with ``w = A⁺p``, ``y = A⁺ᵀ(x - x0)`` for ``λ = 0``: three solves, or two where
+    * ``Ā = r wᵀ + y qᵀ - p xᵀ`` with ``w = A⁺p``, ``y = A⁺ᵀx`` for ``λ = 0``: three solves, or two where
       q is zero; and for ``λ`` in between a combination, in which ``(I - AA⁺) r`` and ``(I - A⁺A) q`` are divided by λ²
       unless they are within the tolerance of zero.
 
@@ -82,23 +80,22 @@ def lsmr(
         rmatvec: Its transpose; if None, torch differentiates through ``matvec``, at twice the cost.
         b: Right-hand sides, ``[..., m]``.
         damp: λ; a 0-d tensor may require gradients.
-        x0: First guess, ``[..., n]``.
         atol: Relative accuracy of A; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
         btol: Relative accuracy of b, with the same defaults.
         conlim: The iteration ends when the estimated condition number exceeds this; 0 for no limit.
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
-        n: Number of columns; otherwise it is taken from x0, an operator's shape, or the shape of ``rmatvec(b)``.
+        n: Number of columns; otherwise it is taken from an operator's shape, or the shape of ``rmatvec(b)``.
         parameters: The tensors to differentiate in.
-        dtype: Type of the vectors, to which b and x0 are converted.
+        dtype: Type of the vectors, to which b is converted.
         progress: Whether to show a progress bar.
 
     Returns:
-        The solutions. Statuses: CONVERGED (``‖r‖ ≤ btol ‖b‖ + atol ‖A‖‖x‖`` or ``‖Aᵀr - λ²(x - x0)‖ ≤ atol ‖A‖‖r‖``,
-        where ‖r‖ includes the damping; also where the first guess is a solution), MAX_ITERATIONS, STAGNATED (the same
+        The solutions. Statuses: CONVERGED (``‖r‖ ≤ btol ‖b‖ + atol ‖A‖‖x‖`` or ``‖Aᵀr - λ²x‖ ≤ atol ‖A‖‖r‖``, where ‖r‖
+        includes the damping; also for a right-hand side of zero), MAX_ITERATIONS, STAGNATED (the same
         tests hold to the precision of the type only), ILL_CONDITIONED, and NOT_FINITE (the value is NaN).
 
     Raises:
-        ConfigurationError: A bad right-hand side, first guess, tolerance or cap, or an unknown number of columns.
+        ConfigurationError: A bad right-hand side, tolerance or cap, or an unknown number of columns.
         OperatorError: An operator of the wrong shape or type, or ``rmatvec`` that is not its transpose.
 
     Source: Fong and Saunders (2011), LSMR: an iterative algorithm for sparse least-squares problems, SIAM J. Sci.
@@ -110,41 +107,34 @@ def lsmr(
         tensor([ 1., -1.])
     """
     b = vectors_of("b", b, dtype)
-    n, spent = _columns(matvec, rmatvec, b, x0) if n is None else (n, 0)
-    m = b.shape[-1]
+    m, (n, spent) = b.shape[-1], other_length(n, matvec, 1, rmatvec, b, "rmatvec")
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
     problem = Problem("lsmr", b, min(m, n), atol=atol, rtol=btol, **options)
     A = problem.map(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters)
     damping = torch.as_tensor(damp, dtype=problem.rows.dtype, device=b.device).detach()
-    _, solution = solve_least_squares(A, problem, damping, problem.start(x0, n, dtype))
-    damps, guesses = [damp] if isinstance(damp, Tensor) else [], [] if x0 is None else [x0]
-    norm = solution.operator_norm
+    _, solution = solve_least_squares(A, problem, damping)
+    damps, norm = [damp] if isinstance(damp, Tensor) else [], solution.operator_norm
 
     def gradient(x: Tensor, cotangent: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        given = x, b.detach(), None if x0 is None else x0.detach().to(x)
-        p, q, damp_, pairs = _gradient(A, problem, given, damping, norm, cotangent)
-        return [p, *(damp_.to(y) for y in damps), *(q.to(y) for y in guesses)], pairs
+        p, damp_, pairs = _gradient(A, problem, x, b.detach(), damping, norm, cotangent)
+        return [p, *(damp_.to(y) for y in damps)], pairs
 
-    value = attach_solution(solution.value, A, [b, *damps, *guesses], gradient)
+    value = attach_solution(solution.value, A, [b, *damps], gradient)
     return replace(solution, value=value, matvecs=solution.matvecs + spent)
 
 
 @torch.no_grad()
 def solve_least_squares(
-    A: LinearMap, problem: Problem, damp: Tensor, x: Tensor | None = None, *, transposed: bool = False
+    A: LinearMap, problem: Problem, damp: Tensor, *, transposed: bool = False
 ) -> tuple[Tensor, LeastSquaresSolution]:
-    """LSMR on rows, for A, or for Aᵀ if ``transposed``; the first guess ``x [R, n]`` is overwritten.
+    """LSMR on rows, for A, or for Aᵀ if ``transposed``.
 
     Returns solutions as rows ``[R, n]``, and all results in the shape and scale of the right-hand sides.
     """
     forward, adjoint = (A.transposed, A) if transposed else (A, A.transposed)
     b, eps, atol, btol = problem.rows, torch.finfo(problem.rows.dtype).eps, problem.atol, problem.rtol
-    size = vector_norm(b)
-    if x is None:
-        x, u = b.new_zeros(len(b), A.m if transposed else A.n), b.clone()
-    else:
-        u = b - forward(x)
-    beta = vector_norm(u)
+    size = beta = vector_norm(b)
+    x, u = b.new_zeros(len(b), A.m if transposed else A.n), b.clone()
     one, zero = torch.ones_like(beta), torch.zeros_like(beta)
     u.mul_(ratio(one, beta)[:, None])
     v = adjoint(u).clone()
@@ -229,36 +219,36 @@ def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ratio(a, radius), ratio(b, radius), radius
 
 
-def _columns(matvec: Matvec, rmatvec: Matvec | None, b: Tensor, x0: Tensor | None) -> tuple[int, int]:
-    """The number of columns of an operator, and the number of products that it took to find it."""
-    if x0 is not None:
-        return x0.shape[-1], 0
+def other_length(
+    given: int | None,
+    matvec: Matvec,
+    axis: int,
+    function: Callable[[Tensor], Tensor] | None,
+    vectors: Tensor,
+    name: str = "operator",
+) -> tuple[int, int]:
+    """The length of A's other vectors: as given, an operator's, or from a product, and how many products that took."""
+    if given is not None:
+        return given, 0
     if isinstance(matvec, Operator):
-        return matvec.shape[1], 0
-    if rmatvec is not None:
-        return result_length(rmatvec, b, "rmatvec")
-    expected = "n=, x0=, rmatvec or an operator with a shape"
-    fix = "Pass n=, the length of the vectors that matvec takes."
-    raise ConfigurationError("The number of columns is not known.", expected=expected, got="a callable alone", fix=fix)
-
-
-def result_length(matvec: Matvec, vectors: Tensor, name: str = "operator") -> tuple[int, int]:
-    """The length of the products with some vectors, and the number of products that it took to find it."""
-    if isinstance(matvec, Operator):
-        return matvec.shape[0], 0
+        return matvec.shape[axis], 0
+    if function is None:
+        what, expected = "The number of columns is not known.", "n=, rmatvec or an operator with a shape"
+        raise ConfigurationError(what, expected=expected, got="a callable alone", fix="Pass n=, the length of x.")
     with torch.no_grad():
-        return checked_product(matvec, vectors.detach(), None, name).shape[-1], vectors.shape[:-1].numel()
+        return checked_product(function, vectors.detach(), None, name).shape[-1], vectors.shape[:-1].numel()
 
 
 def _gradient(
     A: LinearMap,
     problem: Problem,
-    given: tuple[Tensor, Tensor, Tensor | None],
+    x: Tensor,
+    b: Tensor,
     damp: Tensor,
     operator_norm: Tensor,
     cotangent: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """p, q, λ̄ and the pairs of vectors of Ā, from x, b and x0; see :func:`lsmr`."""
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """p, λ̄ and the pairs of vectors of Ā; see :func:`lsmr`."""
 
     def solve(vectors: Tensor, damp: Tensor, *, transposed: bool) -> Tensor:
         backward = problem.again(vectors)
@@ -272,9 +262,7 @@ def _gradient(
     def without_noise(vectors: Tensor, noise: Tensor) -> Tensor:
         return torch.where(length(vectors) <= noise, 0.0, vectors)
 
-    x, b, x0 = given
     x, b, scale = where_used(cotangent, x, b, operator_norm.reshape(*x.shape[:-1], 1))
-    d = x if x0 is None else where_used(cotangent, x - x0)[0]
     p = solve(cotangent, damp, transposed=True)
     # A multiplies rows [R, n]
     q = cotangent - A.transposed(p.reshape(-1, A.m)).reshape(cotangent.shape)
@@ -293,9 +281,9 @@ def _gradient(
         # are only errors of the solves, which must not be divided by λ².
         outside = without_noise(q - squared * w, noise * (length(cotangent) + scale * length(p)))
         if bool((outside != 0).any()):
-            y = solve(d, undamped, transposed=True)
+            y = solve(x, undamped, transposed=True)
             pairs.append((outside, y))
             if squared > 0:
                 left = without_noise(r - squared * y, noise * (length(b) + scale * length(x)))
                 pairs.append((outside / squared, left))
-    return p, q, -2 * damp * (w * d).sum(), pairs
+    return p, -2 * damp * (w * x).sum(), pairs

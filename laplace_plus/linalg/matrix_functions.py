@@ -9,7 +9,7 @@ decomposition (:mod:`laplace_plus.linalg.krylov`) after torch's of the small mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,14 +20,13 @@ from torch.nn.functional import pad
 from laplace_plus.checks import count
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import vector_norm
+from laplace_plus.linalg.estimates import working_type
 from laplace_plus.linalg.krylov import ArnoldiDecomposition, KrylovSpace, decomposition, start_vectors
 from laplace_plus.linalg.linear_maps import Matvec, attach_one, without_autocast
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, divided_differences
 
 MatrixFunction = Callable[[Tensor], Tensor]
 """A function of a square matrix ``[K, K]``, of torch operations, such as ``torch.linalg.matrix_exp``."""
-
-Pullback = Callable[[SpectralSpace, Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,13 @@ def matrix_function(
         >>> matrix_function(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.round(decimals=4)
         tensor([1., 2., 3.])
     """
+    start = start_vectors(v, depth, dtype, tolerance)
+    space = SpectralSpace(matvec, start, parameters=parameters)
 
-    def pullback(space: SpectralSpace, start: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def pullback(u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return _two_sided(matvec, f, space, start, u)
 
-    options = depth, tolerance, cap, dtype, parameters
-    return _evaluate(matvec, f, v, SpectralSpace.coordinates, SpectralSpace.combine, pullback, *options)
+    return _evaluate(space, start, partial(space.coordinates, f), space.combine, pullback, depth, tolerance, cap)
 
 
 @without_autocast
@@ -136,67 +136,65 @@ def bilinear(
         >>> round(bilinear(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.item(), 4)
         6.0
     """
+    start = start_vectors(v, depth, dtype, tolerance)
+    space = SpectralSpace(matvec, start, parameters=parameters)
 
-    def pullback(space: SpectralSpace, start: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def result(forms: Tensor) -> Tensor:
+        return forms[:, 0].to(space.vectors.dtype)
+
+    def pullback(u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         to_start = space.combine(2 * u[:, None] * space.coordinates(f).detach())
         return to_start, space.parameter_gradients(u.double()[:, None, None] * space.quadrature_gradient(f))
 
-    def result(space: SpectralSpace, forms: Tensor) -> Tensor:
-        return forms[:, 0].to(space.vectors.dtype)
-
-    options = depth, tolerance, cap, dtype, parameters
-    return _evaluate(matvec, f, v, SpectralSpace.quadrature, result, pullback, *options)
+    return _evaluate(space, start, partial(space.quadrature, f), result, pullback, depth, tolerance, cap)
 
 
 def _evaluate(
-    matvec: Matvec,
-    f: SpectralFunction,
-    v: Tensor,
-    coordinates: Callable[[SpectralSpace, SpectralFunction, int | None], Tensor],
-    result: Callable[[SpectralSpace, Tensor], Tensor],
-    pullback: Pullback,
+    space: SpectralSpace,
+    start: Tensor,
+    evaluate: Callable[[int | None], Tensor],
+    result: Callable[[Tensor], Tensor],
+    pullback: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]],
     depth: int,
     tolerance: float | None,
     cap: int,
-    dtype: torch.dtype | None,
-    parameters: Iterable[Tensor] | None,
 ) -> FunctionValue:
-    """A function on the Krylov spaces of v, which are extended to the tolerance.
+    """A function on the Krylov spaces of start vectors, which are extended to the tolerance.
 
-    ``coordinates`` are what converges with the depth, ``[batch, k]``; ``result`` makes the value ``[batch, ...]`` of
-    them. ``pullback`` takes the spaces, the start vectors and a cotangent ``[batch, ...]``, and gives the gradients in
-    v and in A's tensors.
+    ``evaluate`` gives what converges with the depth, ``[batch, k]``; ``result`` makes the value ``[batch, ...]`` of it.
+    ``pullback`` takes a cotangent ``[batch, ...]`` and gives the gradients in the start vectors and in A's tensors.
     """
-    count("cap", cap)
-    start = start_vectors(v, depth, dtype, tolerance)
-    space = SpectralSpace(matvec, start, parameters=parameters)
-    limit = torch.finfo(space.vectors.dtype).eps ** 0.5 if tolerance is None else tolerance
-    cap = depth if tolerance is None else cap
-
-    def met(now: Tensor, error: Tensor) -> bool:
-        return bool((error <= limit * now.norm(dim=-1)).all())
-
-    def shaped(x: Tensor) -> Tensor:
-        return x.reshape((*start.shape[:-1], *x.shape[1:]))
-
-    depth = min(depth, cap)
-    while True:
-        with_graph, error = space.evaluated(partial(coordinates, space, f), depth)
-        now, matvecs = with_graph.detach(), space.operator.matvecs
-        if space.complete or depth >= cap or met(now, error):
+    for steps in _depths(depth, tolerance, cap):
+        with_graph, error = space.evaluated(evaluate, steps)
+        now = with_graph.detach()
+        converged = bool((error <= _limit(tolerance, start) * now.norm(dim=-1)).all())
+        if converged or space.complete:
             break
-        depth = min(cap, depth + max(4, depth // 4))
-    value = result(space, now)
+    value, matvecs, shape = result(now), space.operator.matvecs, start.shape[:-1]
     flat = value.shape
 
     def differentiate(cotangent: Tensor) -> tuple[Tensor, ...]:
-        to_start, gradients = pullback(space, start, cotangent.reshape(flat))
-        return shaped(to_start).to(start.dtype), *gradients
+        to_start, gradients = pullback(cotangent.reshape(flat))
+        return to_start.reshape(start.shape).to(start.dtype), *gradients
 
-    value = attach_one(shaped(value), [start, *space.operator.tensors], differentiate)
+    value = attach_one(value.reshape((*shape, *flat[1:])), [start, *space.operator.tensors], differentiate)
     if with_graph.requires_grad:  # f depends on tensors of its own
-        value = value + shaped(result(space, with_graph - now))
-    return FunctionValue(value, shaped(error.to(value.dtype)), matvecs, met(now, error), space.depth)
+        value = value + result(with_graph - now).reshape(value.shape)
+    return FunctionValue(value, error.reshape(shape).to(value.dtype), matvecs, converged, space.depth)
+
+
+def _depths(depth: int, tolerance: float | None, cap: int) -> Iterator[int]:
+    """The numbers of steps to try: ``depth``, and with a tolerance more of them up to ``cap``."""
+    count("cap", cap)
+    depth = depth if tolerance is None else min(depth, cap)
+    yield depth
+    while tolerance is not None and depth < cap:
+        depth = min(cap, depth + max(4, depth // 4))
+        yield depth
+
+
+def _limit(tolerance: float | None, start: Tensor) -> float:
+    return torch.finfo(working_type(start.dtype)).eps ** 0.5 if tolerance is None else tolerance
 
 
 def _two_sided(
@@ -240,18 +238,9 @@ def arnoldi_function(
     in those of f is that of the computed value. It takes K transposed products and memory for K more vectors. In single
     entries of a discretised A it converges many steps after the value: compare it with that of a larger depth.
 
-    Args:
-        matvec: A, a callable on row-stacked vectors or an operator.
-        f: A function of small square matrices in float64: ``torch.linalg.matrix_exp``, :func:`phi`,
-            :func:`of_eigenvalues`, or one of your own.
-        v: ``[n]``, or a stack ``[..., n]``.
-        depth: K, at most n steps are taken.
-        tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
-            ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
-        cap: Limit on the number of steps with a tolerance.
-        rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        dtype: Type of the vectors.
-        parameters: The tensors to differentiate in.
+    The arguments are those of :func:`matrix_function`, but for f, a function of small square matrices in float64
+    (``torch.linalg.matrix_exp``, :func:`phi`, :func:`of_eigenvalues`, or one of your own), and ``rmatvec``, Aᵀ, where
+    torch cannot differentiate through ``matvec``.
 
     Returns:
         ``value [..., n]``, ``error [...]``.
@@ -268,18 +257,16 @@ def arnoldi_function(
         (tensor([0.5403, 0.8415]), True)
     """
     start = start_vectors(v, depth, dtype, tolerance)
-    cap = min(depth if tolerance is None else cap, start.shape[-1])
-    space, depth = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters), min(depth, cap)
-    while True:
-        now = ArnoldiDecomposition(*decomposition(space, start, depth))
+    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters)
+    for steps in _depths(depth, tolerance, cap):
+        now = ArnoldiDecomposition(*decomposition(space, start, steps))
         coordinates, error = _coordinates(now, f)
         value = (coordinates[..., None, :] @ now.vectors)[..., 0, :] / now.scale[..., None]
         error = error.to(value.dtype) / now.scale.detach()
-        limit = torch.finfo(value.dtype).eps ** 0.5 if tolerance is None else tolerance
-        converged = bool((error <= limit * value.detach().norm(dim=-1)).all())
-        if converged or depth >= cap:
-            return FunctionValue(value, error, now.matvecs, converged, now.vectors.shape[-2])
-        depth = min(cap, depth + max(4, depth // 4))
+        converged = bool((error <= _limit(tolerance, start) * value.detach().norm(dim=-1)).all())
+        if converged or space.complete:
+            break
+    return FunctionValue(value, error, now.matvecs, converged, now.vectors.shape[-2])
 
 
 def _coordinates(space: ArnoldiDecomposition, f: MatrixFunction) -> tuple[Tensor, Tensor]:

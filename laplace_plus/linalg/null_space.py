@@ -30,7 +30,7 @@ from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.checks import count, number
 from laplace_plus.linalg.linear_maps import Matvec, require_finite, vectors_of, without_autocast
-from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr, result_length, solve_least_squares
+from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr, other_length, solve_least_squares
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.solving import Problem, Status, attach_solution, where_used
 
@@ -66,18 +66,9 @@ def project_null_space(
     ū and ``z_u = argmin ‖Aᵀz_u - ū‖`` the gradient is ``v̄ = P ū`` and ``Ā = -z_u (P v)ᵀ - z (P ū)ᵀ``, exact wherever
     the rank of A does not change; it takes one more solve.
 
-    Args:
-        matvec: The operator A on row-stacked vectors, ``[..., n] -> [..., m]``.
-        rmatvec: Its transpose; if None, torch differentiates through ``matvec``, at twice the cost.
-        v: ``[..., n]``.
-        atol: Relative accuracy of A; 1e-12 in float64, 1e-6 in float32, 1e-2 in half precision by default.
-        btol: Relative accuracy of v, with the same defaults.
-        conlim: The iteration ends when the estimated condition number exceeds this; 0 for no limit.
-        max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
-        m: Number of rows; otherwise it is taken from an operator's shape or that of ``matvec(v)``.
-        parameters: The tensors to differentiate in.
-        dtype: Type of the vectors, to which v is converted.
-        progress: Whether to show a progress bar.
+    The arguments are those of :func:`~laplace_plus.linalg.lsmr`, with v ``[..., n]`` for b. The tolerances are 1e-12 in
+    float64 by default, ``btol`` is that of v, and m is the number of rows, otherwise taken from an operator's shape or
+    that of ``matvec(v)``.
 
     Returns:
         P v, with ``residual`` an estimate of ``‖A P v‖`` and the statuses of LSMR.
@@ -94,7 +85,7 @@ def project_null_space(
     """
     v = vectors_of("v", v, dtype)
     n = v.shape[-1]
-    m, spent = result_length(matvec, v) if m is None else (m, 0)
+    m, spent = other_length(m, matvec, 0, matvec, v)
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
     options["default"] = 1e-12 if v.dtype == torch.float64 else None
     problem = Problem("project_null_space", v, min(m, n), atol=atol, rtol=btol, **options)

@@ -21,7 +21,6 @@ from numbers import Real
 from operator import add
 from typing import Any
 
-import scipy
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -101,36 +100,12 @@ class Operator(ABC):
 
     def dense(self) -> Tensor:
         """The matrix ``[m, n]``, from ``min(m, n)`` products unless the structure gives the entries; differentiable."""
-        size = min(self.shape)
-        if size == 0:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        wide = self.shape[0] < self.shape[1]
-        rows = []
+        size, wide, rows = min(self.shape), self.shape[0] < self.shape[1], []
         for some in torch.arange(size, device=self.device).split(max(1, _CHUNK_ENTRIES // max(self.shape))):
             unit = torch.zeros(len(some), size, dtype=self.dtype, device=self.device)
             unit[torch.arange(len(some)), some] = 1.0
             rows.append(self.T(unit) if wide else self(unit))
         return torch.cat(rows) if wide else torch.cat(rows).mT
-
-    def to_scipy(self) -> Any:
-        """A ``scipy.sparse.linalg.LinearOperator`` of the same shape and number type, for numpy arrays; no gradients.
-
-        A block of vectors is one product.
-        """
-
-        def product(operator: Operator, columns: Any) -> Any:  # [n, k] -> [m, k]
-            given = torch.tensor(columns.T, dtype=self.dtype, device=self.device)
-            with torch.no_grad():
-                return operator(given).numpy(force=True).T
-
-        return scipy.sparse.linalg.LinearOperator(
-            self.shape,
-            matvec=lambda vector: product(self, vector.reshape(-1, 1)),
-            rmatvec=lambda vector: product(self.T, vector.reshape(-1, 1)),
-            matmat=lambda columns: product(self, columns),
-            rmatmat=lambda columns: product(self.T, columns),
-            dtype=torch.zeros((), dtype=self.dtype).numpy().dtype,
-        )
 
     # -- algebra -------------------------------------------------------------------------------------------------------
 
@@ -159,10 +134,9 @@ class Operator(ABC):
         return ""
 
     def __repr__(self) -> str:
-        symmetric, details = "symmetric" if self.symmetric else "", self._details()
-        size = f"{self.shape[0]} × {self.shape[1]}"
-        words = [size, str(self.dtype).removeprefix("torch."), str(self.device), symmetric, details]
-        return f"{type(self).__name__}({', '.join(word for word in words if word)})"
+        words = [f"{self.shape[0]} × {self.shape[1]}", str(self.dtype).removeprefix("torch."), str(self.device)]
+        words += ["symmetric"] * self.symmetric + [self._details()] * bool(self._details())
+        return f"{type(self).__name__}({', '.join(words)})"
 
 
 class Transposed(Operator):

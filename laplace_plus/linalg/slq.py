@@ -22,7 +22,6 @@ from laplace_plus.linalg.estimates import Estimate, draw_probes, standard_error,
 from laplace_plus.linalg.linear_maps import (
     LinearMap,
     Matvec,
-    add_gradients,
     attach_one,
     number_type,
     require_adjoint,
@@ -93,7 +92,6 @@ def slq_trace(
     *,
     probes: int = 10,
     depth: int = 30,
-    batch: int | None = None,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -101,13 +99,12 @@ def slq_trace(
 ) -> Estimate:
     """Estimate ``tr f(A)`` for a symmetric operator.
 
-    Costs ``probes · depth`` products and memory for ``batch · depth`` vectors. Where that budget covers the dimension,
-    ``probes · depth ≥ n``, the result is exact: n products with the unit vectors, and an eigendecomposition.
+    Costs ``probes · depth`` products and memory for as many vectors. Where that budget covers the dimension, ``probes ·
+    depth ≥ n``, the result is exact: n products with the unit vectors, and an eigendecomposition.
 
-    The value is differentiable in the tensors that A depends on, and in those that f depends on. If there are any and
-    gradients are enabled, the gradient in A's tensors is computed with the value, batch by batch. It costs one
-    vector–Jacobian product of ``batch · depth`` vectors, and estimates ``tr(f′(A) ∂A/∂θ)`` with no bias except that of
-    the depth.
+    The value is differentiable in the tensors that A depends on, and in those that f depends on. The gradient in A's
+    tensors costs one vector–Jacobian product of ``probes · depth`` vectors, and estimates ``tr(f′(A) ∂A/∂θ)`` with no
+    bias except that of the depth.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
@@ -115,7 +112,6 @@ def slq_trace(
         n: Its size.
         probes: Number of random vectors of signs; two at least for a standard error.
         depth: K, the number of Lanczos steps.
-        batch: Number of probes multiplied together; all by default.
         generator: Source of the randomness.
         dtype: Type of the vectors.
         device: Device of the vectors.
@@ -135,36 +131,25 @@ def slq_trace(
         >>> round(slq_trace(lambda v: v @ matrix, torch.sqrt, 3).value.item(), 4)
         6.0
     """
-    batch = probes if batch is None else batch
-    for name, number in (("n", n), ("probes", probes), ("depth", depth), ("batch", batch)):
+    for name, number in (("n", n), ("probes", probes), ("depth", depth)):
         checks.count(name, number)
     dtype, device = number_type(matvec, dtype, device)
-    parameters = None if parameters is None else tuple(parameters)
     if probes * depth >= n:
         operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
         return _exact(operator, f, torch.eye(n, dtype=dtype, device=device))
-    samples, changes, matvecs, deepest = [], [], 0, 0
-    gradients: tuple[Tensor, ...] = ()
-    for first in range(0, probes, batch):
-        count = min(batch, probes - first)
-        drawn = draw_probes("signs", count, n, generator=generator, dtype=dtype, device=device)
-        space = SpectralSpace(matvec, drawn, parameters=parameters)
-        forms, change = space.evaluated(partial(space.quadrature, f), depth)
-        samples.append(forms[:, 0])
-        changes.append(change)
-        tensors = space.operator.tensors
-        if tensors:
-            gradients = add_gradients(gradients, space.parameter_gradients(space.quadrature_gradient(f)))
-        matvecs, deepest = matvecs + space.operator.matvecs, max(deepest, space.depth)
-    with_graph, wide = torch.cat(samples), working_type(dtype)
-    mean, sem, bias = with_graph.detach().mean(), standard_error(with_graph.detach()), torch.cat(changes).mean()
+    drawn = draw_probes("signs", probes, n, generator=generator, dtype=dtype, device=device)
+    space = SpectralSpace(matvec, drawn, parameters=parameters)
+    forms, change = space.evaluated(partial(space.quadrature, f), depth)
+    matvecs, wide, samples = space.operator.matvecs, working_type(dtype), forms.detach()[:, 0]
+    mean, sem, bias = samples.mean(), standard_error(samples), change.mean()
     # the change over the last steps is below the other errors
     rounding = torch.finfo(wide).eps ** 0.5 * mean.abs()
     converged = bool(bias <= (torch.maximum(sem, rounding) if probes > 1 else rounding))
-    value = attach_one(mean.to(wide), tensors, lambda x: [(x / probes * y).to(y.dtype) for y in gradients])
-    if with_graph.requires_grad:  # f depends on tensors of its own
-        value = value + (with_graph.mean() - mean).to(wide)
-    return Estimate(value, sem.to(wide), matvecs, converged, probes, deepest)
+    weights = space.quadrature_gradient(f) / probes if space.operator.tensors else samples
+    value = attach_one(mean.to(wide), space.operator.tensors, lambda x: space.parameter_gradients(x * weights))
+    if forms.requires_grad:  # f depends on tensors of its own
+        value = value + (forms.mean() - mean).to(wide)
+    return Estimate(value, sem.to(wide), matvecs, converged, probes, space.depth)
 
 
 def _exact(operator: LinearMap, f: SpectralFunction, identity: Tensor) -> Estimate:

@@ -6,16 +6,16 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.checks import count, number
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.linalg.estimates import working_type
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach
 
 _LOOK_EVERY = 8
 """Iterations between looks at an accelerator, each of which waits for its queue; on the CPU a look is free."""
@@ -72,23 +72,12 @@ class Problem:
 
     Right-hand sides are ``rows [R, n]`` in the type of the recurrences, at least float32. Each row is divided by a
     power of two, ``scale [R]``, which is exact, so that no square under- or overflows. All decisions are masks on the
-    device; the host looks at them only every few iterations on an accelerator.
+    device, ``active [R]``; the host looks at them only every few iterations on an accelerator. ``statuses [R]`` and
+    ``iterations [R]`` are what each row came to.
 
-    Args:
-        method: Name of the solver, for messages.
-        sides: ``[..., n]``.
-        size: Dimension of the space that is searched.
-        atol: Absolute tolerance of ``cg``, and the operator's relative accuracy of ``lsmr``.
-        rtol: Tolerance relative to the right-hand side.
-        default: What None stands for: by default 1e-10 in float64, 1e-6 in float32 and 1e-2 in half precision.
-        conlim: Largest condition number; 0 for no limit.
-        max_iterations: Cap; by default ``max(1000, 10 size)``, since rounding delays convergence beyond the dimension.
-        progress: Whether to show a progress bar.
-
-    Attributes:
-        active: ``[R]``, which rows are still iterated.
-        statuses: ``[R]`` integers, the :class:`Status` of each row.
-        iterations: ``[R]``, those that each row took.
+    ``size`` is the dimension of the space that is searched: the cap is ``max(1000, 10 size)``, since rounding delays
+    convergence beyond it. ``default`` is the tolerance that None stands for: 1e-10 in float64, 1e-6 in float32 and 1e-2
+    in half precision if it is None itself.
     """
 
     rows: Tensor
@@ -123,7 +112,7 @@ class Problem:
 
     def _take(self, sides: Tensor) -> None:
         self.shape, self.dtype = sides.shape[:-1], sides.dtype
-        rows = self._as_rows(sides)
+        rows = self.as_rows(sides)
         # A power of two near the largest entry, within the normal numbers of the type: its inverse is exact as well.
         limits = torch.finfo(rows.dtype)
         largest = rows.abs().amax(-1).nan_to_num(1.0).clamp(limits.tiny * 4, limits.max / 4)
@@ -134,22 +123,13 @@ class Problem:
         self.statuses = torch.full_like(self.active, int(Status.MAX_ITERATIONS), dtype=torch.int64)
         self.iterations = torch.zeros_like(self.statuses)
 
-    def _as_rows(self, vectors: Tensor) -> Tensor:
+    def as_rows(self, vectors: Tensor) -> Tensor:
+        """Vectors ``[..., n]`` as rows ``[R, n]`` in the type of the recurrences."""
         return vectors.detach().reshape(self.shape.numel(), vectors.shape[-1]).to(working_type(self.dtype))
 
     def map(self, matvec: Matvec, n: int, **options: Any) -> LinearMap:
         """An operator on rows; for one right-hand side ``[n]`` the operator gets single vectors."""
         return LinearMap(matvec, n, dtype=self.dtype, single=not self.shape, **options)
-
-    def start(self, x0: Tensor | None, n: int, dtype: torch.dtype | None) -> Tensor | None:
-        """A copy of the first guess as rows; ``ConfigurationError`` if it has another shape or type than ``dtype``."""
-        if x0 is None:
-            return None
-        x0 = x0 if dtype is None else x0.to(dtype)
-        if x0.shape != (*self.shape, n) or x0.dtype != self.dtype:
-            what, expected = "x0 does not fit the right-hand sides.", f"{(*self.shape, n)} of {self.dtype}"
-            raise ConfigurationError(what, expected=expected, got=f"{tuple(x0.shape)} of {x0.dtype}")
-        return self._as_rows(x0) / self.scale[:, None]
 
     # -- the iteration -------------------------------------------------------------------------------------------------
 
@@ -210,22 +190,13 @@ def attach_solution(
     """
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> list[Tensor]:
-        assert cotangents[0] is not None
-        to_inputs, pairs = gradient(outputs[0], cotangents[0].contiguous())
-        return [*to_inputs, *_parameter_gradients(A, pairs)]
+        to_inputs, pairs = gradient(outputs[0], cast(Tensor, cotangents[0]).contiguous())
+        to_tensors: tuple[Tensor, ...] = ()
+        for vectors, others in pairs:
+            to_tensors = add_gradients(to_tensors, A.parameter_pullback(vectors, others))
+        return [*to_inputs, *to_tensors]
 
     return attach([value], [*inputs, *A.tensors], pullback)[0]
-
-
-def _parameter_gradients(A: LinearMap, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    """Stacks go through the operator together, single vectors one by one: a callable may accept nothing else."""
-    if not A.tensors:
-        return ()
-    if pairs[0][0].ndim > 1:
-        vectors, cotangents = (torch.cat([x.flatten(0, -2) for x in side]) for side in zip(*pairs, strict=True))
-        return A.parameter_pullback(vectors, cotangents)
-    gradients = [A.parameter_pullback(v, u) for v, u in pairs]
-    return tuple(torch.stack(terms).sum(0) for terms in zip(*gradients, strict=True))
 
 
 def where_used(cotangents: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:

@@ -106,7 +106,7 @@ def test_solvers_convert_to_a_given_type():
 def test_least_squares_convert_to_a_given_type():
     a, b = draw(N, 3), B.float()
     forward, adjoint = (lambda v: v @ a.T), (lambda u: u @ a)
-    found = linalg.lsmr(forward, adjoint, b, dtype=torch.float64, x0=torch.zeros(3)).value
+    found = linalg.lsmr(forward, adjoint, b, dtype=torch.float64).value
     torch.testing.assert_close(found, torch.linalg.lstsq(a, b.double()[:, None]).solution[:, 0])
     v = draw(3, seed=2).float()
     projected = linalg.project_null_space(forward, adjoint, v, dtype=torch.float64).value

@@ -130,20 +130,6 @@ def test_pullback_through_linear_map(case):
         close(one, other)
 
 
-@each
-def test_scipy_sees_the_same_matrix(case):
-    operator, matrix, _ = build(case)
-    wanted = matrix.detach().numpy()
-    view = operator.to_scipy()
-    assert view.shape == wanted.shape and view.dtype == np.float64
-    x, u = normal(wanted.shape[1], seed=1).numpy(), normal(wanted.shape[0], seed=2).numpy()
-    np.testing.assert_allclose(view @ x, wanted @ x, atol=1e-12)
-    np.testing.assert_allclose(view.matvec(x[:, None]), (wanted @ x)[:, None], atol=1e-12)
-    np.testing.assert_allclose(view @ np.eye(len(x)), wanted, atol=1e-12)
-    np.testing.assert_allclose(view.rmatvec(u), wanted.T @ u, atol=1e-12)
-    np.testing.assert_allclose(view.H @ np.eye(len(u)), wanted.T, atol=1e-12)
-
-
 # -- the algebra -------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +199,6 @@ def test_vectors_that_do_not_fit(vectors):
         lambda: Dense(A) - Dense(A.float()),
         lambda: Dense(A, symmetric=True),
         lambda: Dense(A[:3], symmetric=True),
-        lambda: as_operator(Dense(A), (3, 4)),
     ],
 )
 def test_what_makes_no_operator(make):
@@ -243,10 +228,3 @@ def test_functions_are_checked():
         cut.T(normal(3))
     constant = as_operator(lambda v: torch.zeros_like(v.detach()), 3, dtype=F64, rmatvec=lambda u: 0 * u)
     close(constant.T.dense(), torch.zeros(3, 3, dtype=F64))
-
-
-def test_empty_operators():
-    empty = Dense(torch.zeros(0, 3))
-    assert empty(torch.ones(2, 3)).shape == (2, 0)
-    for operator in (empty, empty.T, as_operator(lambda v: v.new_zeros(*v.shape[:-1], 0), (0, 3))):
-        assert operator.dense().shape == operator.shape

@@ -117,16 +117,13 @@ class TestLogDeterminants:
         with pytest.raises(NotPositiveDefiniteError):
             slq_logdet(lambda v: 0 * v, n, dtype=DTYPE)
 
-    def test_determined_by_the_seed_and_close_for_every_batch(self):
+    def test_determined_by_the_seed(self):
         spectrum = torch.linspace(1, 2, 400, dtype=DTYPE)
         matrix = with_spectrum(spectrum)
         first, second, other = (
             slq_logdet(lambda v: v @ matrix, 400, probes=6, generator=generator(s)).value for s in (1, 1, 2)
         )
         assert first == second != other
-        batched = slq_logdet(lambda v: v @ matrix, 400, probes=6, batch=4, generator=generator(1))
-        assert batched.probes == 6 and batched.matvecs == 180
-        torch.testing.assert_close(batched.value, first, rtol=0.02, atol=0)
 
     def test_too_few_steps_are_reported(self):
         n = 2000
