@@ -311,53 +311,45 @@ class Capture:
             lead, axis = [*self.calls[0].output_shape], self.calls[0].feature_axis
             del lead[axis]
             return [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))]
-        found: Any = [(None,)] * len(calls)
-        if self.graph_outputs.requires_grad and calls:
-            options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
-            options["retain_graph"] = len(cotangents) > 1 or not self.frees
-            pull = partial(torch.autograd.grad, self.graph_outputs, list(map(_EDGE, calls)), **options)
-            cotangents, found = cotangents.to(self.graph_outputs.dtype), None
+        found = []
+        for call, own in zip(calls, self.pull(cotangents, list(map(_EDGE, calls))), strict=True):
+            if own is None:
+                own = torch.zeros(len(cotangents), *call.output_shape, **call.output_like)
+            found.append(own)
+        return found
+
+    def pull(self, cotangents: Tensor, places: Sequence[Any]) -> list[Tensor | None]:
+        """Gradients ``[V, …]`` with respect to tensors or places of the graph, for cotangents ``[V, B, *, C]``.
+
+        None for those that none reaches. UnsupportedError if an operation on the way has no derivative, and would pass
+        on zeros.
+        """
+        if not self.graph_outputs.requires_grad or not places:
+            return [None] * len(places)
+        options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
+        options["retain_graph"] = len(cotangents) > 1 or not self.frees
+        backward: Any = partial(torch.autograd.grad, self.graph_outputs, places, **options)
+        cotangents = cotangents.to(self.graph_outputs.dtype)
+        try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_QUIET)
+                warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
                 if len(cotangents) > 1 and not self.differentiable:
                     with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
-                        found = pull(cotangents, is_grads_batched=True)
-                if found is None:
-                    found = list(zip(*map(pull, cotangents), strict=True))
-        gradients = []
-        for call, own in zip(calls, found, strict=True):
-            if isinstance(own, Tensor):
-                gradients.append(own)
-            elif own is None or own[0] is None:
-                gradients.append(torch.zeros(len(cotangents), *call.output_shape, **call.output_like))
-            else:
-                gradients.append(torch.stack(own) if len(own) > 1 else own[0][None])  # without a copy
-        return gradients
-
-    def parameter_gradients(self, cotangent: Tensor) -> dict[str, Tensor | None]:
-        """The plain gradients of the selected parameters for one cotangent ``[B, *, C]``; None for those not reached.
-
-        UnsupportedError if an operation on the way has no derivative, and would pass on zeros.
-        """
-        found: Any = [None] * len(self.leaves)
-        if self.graph_outputs.requires_grad:
-            outputs, leaves = self.graph_outputs, list(self.leaves.values())
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=_QUIET)
-                    warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
-                    found = torch.autograd.grad(
-                        outputs, leaves, cotangent.to(outputs.dtype), retain_graph=True, allow_unused=True
-                    )
-            except UserWarning as warning:
-                operation = str(warning).partition(f": {_NO_DERIVATIVE}")[0]
-                raise UnsupportedError(
-                    f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
-                    expected="operations with derivatives behind every selected parameter",
-                    got=f"{operation!r} behind some of them",
-                    fix='Select only parameters behind it, such as parameters="last_layer".',
-                ) from warning
-        return dict(zip(self.leaves, found, strict=True))
+                        return list(backward(cotangents, is_grads_batched=True))
+                rows = list(zip(*map(backward, cotangents), strict=True))
+        except UserWarning as warning:
+            operation = str(warning).partition(f": {_NO_DERIVATIVE}")[0]
+            raise UnsupportedError(
+                f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
+                expected="operations with derivatives behind every selected parameter",
+                got=f"{operation!r} behind some of them",
+                fix='Select only parameters behind it, such as parameters="last_layer".',
+            ) from warning
+        found: list[Tensor | None] = []
+        for own in rows:
+            found.append(None if own[0] is None else torch.stack(own) if len(own) > 1 else own[0][None])
+        return found
 
 
 def generic(like: Tensor) -> Tensor:
@@ -401,10 +393,9 @@ def capture_batch(network: Network, batch: Batch) -> Capture:
         if layer in network.layers:
             if network.reached.get(left[0]):
                 break
-            probe = generic(capture.graph_outputs)
-            answers = capture.parameter_gradients(probe)
-            if any(gradient is not None for gradient in answers.values()):
-                network.reached.update(dict.fromkeys(answers, True))
+            answers = capture.pull(generic(capture.graph_outputs)[None], list(capture.leaves.values()))
+            if any(gradient is not None for gradient in answers):
+                network.reached.update(dict.fromkeys(capture.leaves, True))
                 break
             network.reached.update(_reached(network, batch.inputs, order))
         else:

@@ -28,7 +28,7 @@ from laplace_plus.structured.gradients import EmbeddingGradients, ExampleGradien
 Rows = ExampleAxis | Tensor | None
 """Which example each row of a call's output belongs to: an axis, an order of axis 0, or None for no single one."""
 
-_NAME = attrgetter("name")
+_NAME, _EDGE = attrgetter("name"), attrgetter("edge")
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 
@@ -78,8 +78,10 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     weights = 0.5 + (torch.randperm(n, generator=source) + torch.rand(n, generator=source)) / n
     weights = weights.to(outputs.device, torch.float64 if outputs.dtype == torch.float64 else torch.float32)
     weighted = cotangent * weights.to(outputs.dtype).view(-1, *[1] * (outputs.ndim - 1))
-    plain: dict[str, Any] = capture.parameter_gradients(weighted)
-    before, after = capture.gradients(cotangent[None]), capture.gradients(weighted[None])
+    before = capture.gradients(cotangent[None])
+    edges = [] if capture.pointwise else list(map(_EDGE, capture.calls))
+    pulled: list[Any] = capture.pull(weighted[None], [*edges, *capture.leaves.values()])
+    after: list[Any] = capture.gradients(weighted[None]) if capture.pointwise else pulled[: len(edges)]
     # How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute.
     rounding = _ROUNDING.get(outputs.dtype, 0.2)
     for call in capture.calls:
@@ -92,18 +94,19 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     rows: list[Rows] = []
     parts: list[str] = []
     costly = set[str]()
-    for call, first, second in zip(capture.calls, before, after, strict=True):
+    for number, (call, first) in enumerate(zip(capture.calls, before, strict=True)):
+        after[number] = second = torch.zeros_like(first) if after[number] is None else after[number]
         is_known = capture.pointwise or not is_finite
         rows.append(FIRST if is_known else _rows(call, first.detach()[0], second.detach()[0], weights, rounding))
         parts += map(_NAME, call.rows)
         is_certain = is_certain and bool(first.any())
         if rows[-1] is None:
             costly.add(call.rows[0].name)
-    unreached = set[str]()
-    for name, gradient in plain.items():
+    plain, unreached = dict[str, Tensor](), set[str]()
+    for (name, leaf), gradient in zip(capture.leaves.items(), pulled[len(edges) :], strict=True):
         if gradient is None:
             unreached.add(name)
-            plain[name] = torch.zeros_like(capture.leaves[name])
+        plain[name] = torch.zeros_like(leaf) if gradient is None else gradient[0]
     if capture.cuts_off:
         _warn_of_lost(network, capture, unreached)
     general, missed = set[str](), set[str]()
