@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import checks
+from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
@@ -57,31 +58,23 @@ class LineSearch:
         """
         data, mean = posterior.training_data.again(self.data, WHY), posterior.mean
         samples, optimum = posterior.noise.null_space[: self.n_samples], posterior.optimal_precision()
+        landscape = LossLandscape(posterior.network, posterior.likelihood, data, prior_precision=0.0)
+        n_targets = 0.0
+        for batch in posterior.batches(data):
+            outputs = posterior.network.forward(batch.inputs)
+            n_targets += float(posterior.likelihood.rows(outputs, batch.target)[2].sum())
 
         def loss(decade: float) -> float:
-            return _training_loss(posterior, data, mean + (optimum * 10.0**decade) ** -0.5 * samples)
+            moved = mean + (optimum * 10.0**decade) ** -0.5 * samples
+            return float(landscape.value(moved).mean()) / n_targets
 
-        highest = _training_loss(posterior, data, mean[None]) + self.allowance
+        highest = float(landscape.value(mean[None])) / n_targets + self.allowance
         low, high, count = -12.0, 12.0, 2  # decades of α around the optimum
         while high - low > 0.05:  # noqa: PLR2004
             middle, count = (low + high) / 2, count + 1
             low, high = (low, middle) if loss(middle) <= highest else (middle, high)
         precision = torch.tensor(optimum * 10.0**high, dtype=mean.dtype)
         return TuningResult("line_search", precision, None, -loss(high), True, n_evaluations=count)
-
-
-def _training_loss(posterior: NullSpace, data: Iterable[Any], vectors: Tensor) -> float:
-    """The mean negative log-likelihood over targets and networks."""
-    network, likelihood, total, count = posterior.network, posterior.likelihood, 0.0, 0.0
-    with torch.no_grad():
-        for batch in posterior.batches(data):
-            for vector in vectors:
-                outputs = network(batch.inputs, network.substitute(vector))
-                if not bool(torch.isfinite(outputs).all()):
-                    return math.inf
-                total -= float(likelihood.log_likelihood(likelihood.statistics(outputs, batch.target)))
-                count += float(likelihood.rows(outputs, batch.target)[2].sum())
-    return total / max(1.0, count)
 
 
 class NullSpace(ProjectedNoisePosterior):

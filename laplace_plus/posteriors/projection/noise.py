@@ -24,7 +24,7 @@ from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.sample_based import SampleBased
-from laplace_plus.posteriors.state import State
+from laplace_plus.posteriors.state import State, of_state
 
 _TOGETHER = 8
 """Vectors that are projected together: products share their passes, and LSMR takes ten vectors of memory for each."""
@@ -145,6 +145,8 @@ class ProjectedNoisePosterior(SampleBased):
     keeps_range: ClassVar[bool]
     """Whether the noise's component in the range is kept beside that in the null space."""
 
+    noise = of_state("noise", "The projected noise, a :class:`ProjectedNoise`.")
+
     def __init__(
         self,
         model: nn.Module,
@@ -162,16 +164,10 @@ class ProjectedNoisePosterior(SampleBased):
         super().__init__(model, likelihood, **common)
 
     @property
-    def noise(self) -> ProjectedNoise:
-        """The projected noise; :class:`NotFittedError` before :meth:`fit`."""
-        self.require_fit()
-        found: ProjectedNoise = self.state.noise
-        return found
-
-    @property
     def report(self) -> NoiseReport:
         """How the projections ended; :class:`NotFittedError` before :meth:`fit`."""
-        return self.noise.report
+        found: NoiseReport = self.noise.report
+        return found
 
     def _fit_noise(self, center: Network, data: Iterable[Any], seed: int, *, progress: bool) -> ProjectedNoise:
         """Noise for the rows at a network's weights."""

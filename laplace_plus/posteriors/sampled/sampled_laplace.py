@@ -31,7 +31,6 @@ from laplace_plus.posteriors.sampled.solvers import SOLVERS, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
-from laplace_plus.predictive.linearized import pushed
 from laplace_plus.tuning import Tuner, TuningResult
 
 WHY = "Samples of the posterior come from many passes over the data."
@@ -129,7 +128,6 @@ class SampledLaplace(SampleBased):
         checks.finite("The sum of the data's gradients", draws.data, "Look for NaN and infinities in the data.")
         if not bool(draws.data.any()):
             raise zero_curvature(self)
-        self.tangent_mean = None
         solution = self._solution(self._solved(problem, draws, None, progress=progress))
         return SampledState(self.network.vector(), own.n_data, own.n_classes, draws, own.data_sum, **solution)
 
@@ -207,14 +205,6 @@ class SampledLaplace(SampleBased):
     def effective_dimension(self) -> Estimate:
         """``γ = tr(H⁻¹ M)``, the number of parameters that the data determine, with its standard error over samples."""
         return self.solved_state().report.effective_dimension
-
-    @override
-    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
-        z = self._deviations()
-        if self.tangent_mean is not None:
-            z = torch.cat([z, (self.tangent_mean - self.mean).to(z)[None]])
-        mean, deviations = pushed(self.network, z, self.network.receive(x), n_outputs=self.n_outputs)
-        return (mean, deviations) if self.tangent_mean is None else (mean + deviations[-1], deviations[:-1])
 
     @override
     def save(self, path: str | PathLike[str]) -> None:

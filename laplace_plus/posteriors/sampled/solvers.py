@@ -52,11 +52,6 @@ class CGSolver:
         checks.count("rank", self.rank)
         checks.choice("preconditioner", self.preconditioner, ("none", "nystrom"))
 
-    @property
-    def largest_residual(self) -> float:
-        """Up to which a solution has converged: twice the tolerance, since the recurrence's residual is rounded."""
-        return 2 * self.tolerance
-
 
 @stored
 @dataclass(frozen=True)
@@ -83,11 +78,6 @@ class SGDSolver:
         if self.learning_rate is not None:
             checks.positive("learning_rate", self.learning_rate)
         checks.positive("tolerance", self.tolerance)
-
-    @property
-    def largest_residual(self) -> float:
-        """Up to which a solution has converged."""
-        return self.tolerance
 
 
 def descend(
@@ -132,6 +122,8 @@ class TangentProblem:
     ):
         self.curvature = TangentCurvature(network, likelihood, data, chunk_size=chunk_size)
         self.data, self.solver = data, solver
+        # The residual that the recurrence of conjugate gradients has is rounded.
+        self.largest_residual = solver.tolerance * (2 if isinstance(solver, CGSolver) else 1)
         self._sketch: tuple[Tensor, Tensor] | None = None
 
     def solve(self, system: PriorUnits, draws: Draws, start: Tensor | None, *, progress: bool = False) -> Solved:
@@ -160,7 +152,7 @@ class TangentProblem:
 
                 length: Any = {"epochs": n, "total": n * curvature.n_batches, "progress": progress}
                 u = descend(products, b, guess, rate=rate, **length)
-            return system.check(u, draws, solver.largest_residual, n)
+            return system.check(u, draws, self.largest_residual, n)
 
     def preconditioner(self, system: PriorUnits) -> Rows | None:
         """``(I + A^-½ Uᵀ Λ U A^-½)⁻¹`` with a randomised Nyström approximation ``Uᵀ Λ U`` of ``M₁``; None for none.

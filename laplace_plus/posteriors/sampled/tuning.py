@@ -90,7 +90,6 @@ class SampledEvidence:
         structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or :class:`~laplace_plus.Groups`.
         scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, which is
             estimated in one more pass, so that one precision suits layers of all scales.
-        predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: The training data; by default the loaders of the fit.
         max_steps: Where to give up.
@@ -101,7 +100,6 @@ class SampledEvidence:
 
     structure: str | Groups = "scalar"
     scaling: str | None = None
-    predictive_mean: str = "network"
     tune_noise: bool | None = None
     data: Iterable[Any] | None = field(default=None, repr=False)
     max_steps: int = 10
@@ -115,7 +113,6 @@ class SampledEvidence:
         checks.positive("tolerance", self.tolerance)
         checks.positive("optimum_tolerance", self.optimum_tolerance)
         checks.choice("scaling of the prior", self.scaling, (None, "g_prior"))
-        checks.choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
 
     def tune(
         self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None
@@ -165,25 +162,27 @@ class Alternation:
         present, noise = posterior.prior().vector().detach().double().cpu(), posterior.noise_std
         precision = self._groups.geometric_means(present / self._scaling)
         noise = None if noise is None else noise.detach()
+        system = self._system(precision, noise)
         if torch.allclose(self._entries(precision), present, rtol=1e-12, atol=0.0):
-            system, largest = self._system(precision, noise), self._problem.solver.largest_residual
-            current = system.check(self._start.samples * system.root, self._draws, largest, 0)
+            current = system.check(self._start.samples * system.root, self._draws, self._problem.largest_residual, 0)
         else:  # other precisions within a group
-            current = self._solved(precision, noise, self._start.samples)
+            current = self._problem.solve(system, self._draws, self._start.samples)
         steps: list[TuningStep] = []
         optimum: Tensor | None = None
         sound = True
         for _ in progress_bar(range(options.max_steps), enabled=progress, description="tuning by samples"):
-            if steps and steps[-1].residual < options.tolerance:
-                break
             found, squares = self._optimum(precision, noise, optimum)
-            step = self._step(precision, noise, current, found, squares)
-            precision, noise, optimum = step.prior_precision, step.noise_std, found.vector
-            current = self._solved(precision, noise, current.z)
+            steps.append(self._step(precision, noise, current, found, squares))
+            precision, noise, optimum = steps[-1].prior_precision, steps[-1].noise_std, found.vector
+            current = self._problem.solve(self._system(precision, noise), self._draws, current.z)
             sound = sound and found.converged and current.converged
-            steps.append(step)
-        around_tangent = options.predictive_mean == "tangent"
-        vector = self._optimum(precision, noise, optimum)[0].vector.to(posterior.mean) if around_tangent else None
+            if steps[-1].residual < options.tolerance:
+                break
+        residual, tolerance = steps[-1].residual, options.tolerance
+        if not (converged := residual < tolerance and sound):
+            why = f"the last of {len(steps)} steps found a residual of {residual:.2g} (tolerance {tolerance:.2g})"
+            why = "a solve or an optimum did not meet its tolerance" if residual < tolerance else why
+            warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
         one, scaled = options.structure == "scalar", options.scaling is not None
         return SampledTuningResult(
             method="mackay",
@@ -191,24 +190,12 @@ class Alternation:
             groups=None if one else self._groups,
             noise_std=noise,
             value=math.nan,
-            converged=self._converged(steps, sound),
-            residual=steps[-1].residual,
+            converged=converged,
+            residual=residual,
             steps=tuple(steps),
             n_evaluations=len(steps),
-            vector=vector,
-            predictive_mean=options.predictive_mean,
             solved=current,
         )
-
-    def _converged(self, steps: list[TuningStep], sound: bool) -> bool:
-        residual, tolerance = steps[-1].residual, self._options.tolerance
-        if residual < tolerance and sound:
-            return True
-        why = "a solve or an optimum did not meet its tolerance"
-        if residual >= tolerance:
-            why = f"the last of {len(steps)} steps found a residual of {residual:.2g} (tolerance {tolerance:.2g})"
-        warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
-        return False
 
     def _step(
         self, precision: Tensor, noise: Tensor | None, at: Solved, found: TangentOptimum, squares: Tensor
@@ -248,10 +235,6 @@ class Alternation:
         away = prior.deviation(found.vector)[None].double()
         squares = group_sums(away, away * self._scaling.to(away), self._groups.index)[0]
         return found, squares.cpu()
-
-    def _solved(self, precision: Tensor, noise: Tensor | None, start: Tensor) -> Solved:
-        """Samples at precisions ``[G]`` and noise, from samples at others."""
-        return self._problem.solve(self._system(precision, noise), self._draws, start)
 
     def _system(self, precision: Tensor, noise: Tensor | None) -> PriorUnits:
         weight = float(self._likelihood(noise).curvature_weights().detach()[0]) / self._temperature
