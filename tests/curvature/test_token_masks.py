@@ -235,4 +235,7 @@ def test_a_decoder_is_not_masked_as_its_encoder():
         ({**one, "decoder_input_ids": decoded[n : n + 1]}, target[n : n + 1])
         for n, one in enumerate(one_by_one(tokens))
     ]
-    assert_equal_blocks(blocks(model, whole, "expand"), blocks(model, alone, "expand"))
+    got, wanted = blocks(model, whole, "expand"), blocks(model, alone, "expand")
+    for found in (got, wanted):  # but for the encoder's table, whose relative positions are those of the longest text
+        del found["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight (embedding)"]
+    assert_equal_blocks(got, wanted)
