@@ -64,8 +64,8 @@ def together(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> tuple[Tensor, 
     landscape = LossLandscape(net, "classification", [(x, y)], prior_precision=DECAY * len(x))
     directions = draw_directions(walk.n_particles, landscape.vector, 0)
     with exact_arithmetic(landscape.network):  # as in a fit
-        found = explore(landscape, directions, walk)
-    return found.deviations[:, -1], landscape.first_order.way
+        deviations, _ = explore(landscape, directions, walk)
+    return deviations[:, -1], landscape.first_order.way
 
 
 class OneByOne(LossLandscape):
@@ -82,7 +82,7 @@ def by_package(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> Tensor:
     landscape = OneByOne(net, "classification", [(x, y)], prior_precision=DECAY * len(x))
     directions = draw_directions(walk.n_particles, landscape.vector, 0)
     with exact_arithmetic(landscape.network):
-        return explore(landscape, directions, walk).deviations[:, -1]
+        return explore(landscape, directions, walk)[0][:, -1]
 
 
 def by_functional_calls(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> Tensor:
