@@ -228,14 +228,13 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     Of a network with adapters of PEFT, idle adapters do not count, and of large tensors beneath some entries stand for
     all.
     """
-    adapted = any(MERGED in vars(module) for module in model.modules())
-    adapters = adapter_tensors(model) if adapted else {}
-    states = {adapter_state(m).strip() for m in model.modules() if MERGED in vars(m)} if adapted else set()
-    found = {"adapters": "; ".join(sorted(states))} if adapted else {}
+    adapters = adapter_tensors(model)
+    states = {adapter_state(module).strip() for module in model.modules() if MERGED in vars(module)}
+    found = {"adapters": "; ".join(sorted(states))} if states else {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if adapters.get(name):
             continue
-        beneath = adapted and name not in adapters and tensor.numel() > 8 * SAMPLED and tensor.layout == torch.strided
+        beneath = states and name not in adapters and tensor.numel() > 8 * SAMPLED and tensor.layout == torch.strided
         found[name] = digest(tensor.detach().flatten()[:: tensor.numel() // SAMPLED | 1] if beneath else tensor)
     return found
 

@@ -10,7 +10,6 @@ the posterior is made, and pytest runs the rest::
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -105,15 +104,6 @@ class PosteriorConformance(ABC):
             assert posterior.fit(iter(list(data))).n_data == self.rows, "an iterator is enough for one pass"
         else:
             raises(DataError, lambda: posterior.fit(iter(list(data))))
-
-    def test_options_are_the_keywords_of_the_constructor(self) -> None:
-        posterior = self.make(self.network(3), "classification")
-        shared = inspect.signature(Posterior).parameters
-        keywords = inspect.signature(type(posterior)).parameters.values()
-        own = {one.name: one.default for one in keywords if one.name not in shared and one.kind != one.VAR_KEYWORD}
-        options = posterior.options.keys()
-        assert options <= own.keys(), "loading passes every option to the constructor"
-        assert {name for name in own if own[name] is not None} <= options, "saving keeps what options() names"
 
     def test_unfitted_is_refused(self) -> None:
         model, data = self.classification()

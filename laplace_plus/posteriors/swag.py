@@ -32,7 +32,6 @@ from laplace_plus.likelihoods.sampling import draw_seed, global_randomness, stan
 from laplace_plus.network import batches
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import refine
-from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
@@ -220,11 +219,6 @@ class SWAG(Posterior):
 
     # -- snapshots and the fit -----------------------------------------------------------------------------------------
 
-    @property
-    def n_collected(self) -> int:
-        """How many snapshots :meth:`collect` has taken."""
-        return 0 if self._collected is None else self._collected.count
-
     @full_precision
     def collect(self, model: nn.Module | None = None) -> Self:
         """Take a snapshot of the weights; :meth:`fit` makes the posterior of all of them.
@@ -237,7 +231,7 @@ class SWAG(Posterior):
             NonFiniteError: Weights that are not finite.
         """
         network = self.network
-        if model is not None and not (isinstance(model, nn.Module) and unwrap(model) is network.model):
+        if model is not None:
             network = Network(model, refine(network.selected), self.likelihood.arrange)
         network.check_finite()
         vector = network.vector().to(self.network.device)

@@ -78,7 +78,7 @@ def test_the_covariance_is_that_of_the_paper(rank, scale):
     if rank:
         wanted = wanted + deviations.T @ deviations / (len(deviations) - 1)
     wanted = wanted * (scale or (0.5 if rank else 1.0))
-    assert posterior.n_collected == 6
+    assert posterior.state.path.count == 6
     assert_close(posterior.mean, path.mean(0))
     assert_close(posterior.covariance_matrix(), wanted, rtol=1e-8, atol=1e-12)
     assert_close(posterior.variance(), wanted.diagonal(), rtol=1e-8, atol=1e-12)
@@ -186,14 +186,14 @@ def test_snapshots_go_on_after_loading(tmp_path):
     loaded = lp.load(tmp_path / "swag", model)
     draws = [p.predictive(X, generator=generator(1)).mean for p in (posterior, loaded)]
     assert_close(draws[0], draws[1], rtol=1e-12, atol=0)
-    assert loaded.n_collected == 4
     for one in (posterior, loaded):
         one.collect().fit(DATA, generator=generator(2))
     assert_close(loaded.covariance_matrix(), posterior.covariance_matrix())
-    assert loaded.n_collected == 5
+    assert loaded.state.path.count == 5
     trained = lp.SWAG(net(), "classification", n_snapshots=2).fit(DATA)
     trained.save(tmp_path / "trained")
-    assert lp.load(tmp_path / "trained", trained.model).n_collected == 0
+    with pytest.raises(LaplacePlusError, match="number of snapshots"):
+        lp.load(tmp_path / "trained", trained.model).collect().fit(DATA)
 
 
 def test_some_parameters_and_dict_batches():

@@ -210,14 +210,12 @@ class VariationalLastLayer(Posterior):
         """The posterior mean ``[P]``."""
         return _at(self.state, self.q).mean
 
-    def _solution(self) -> Solution:
-        """The exact posterior of regression at the present hyperparameters."""
-        return self._solution_at(self._prior_precision.detach(), self.noise_std)
-
-    def _solution_at(self, alpha: Tensor, noise: Tensor | None) -> Solution:
-        sums, prior_mean = self.state.sums, self._prior_mean.expand(self.n_parameters)
-        own = _weights(prior_mean, self.state.index), float(self._temperature), self.noise_shape, self.keeps_mean
-        return sums.solve(alpha.to(sums.values), noise, *own)
+    def _solution(self, alpha: Tensor | None = None, noise: Tensor | None = None) -> Solution:
+        """The exact posterior of regression, at the present hyperparameters in place of those that are not given."""
+        sums, mean = self.state.sums, _weights(self._prior_mean.expand(self.n_parameters), self.state.index)
+        alpha = (self._prior_precision.detach() if alpha is None else alpha).to(sums.values)
+        noise = self.noise_std if noise is None else noise
+        return sums.solve(alpha, noise, mean, float(self._temperature), self.noise_shape, self.keeps_mean)
 
     @override
     def require_fit(self) -> None:
@@ -254,7 +252,7 @@ class VariationalLastLayer(Posterior):
             return TuningResult("elbo", bound.best_precision(q), None, value, converged, settings={"q": q})
 
         def evidence(at: list[Tensor], slope: bool = False) -> float:
-            found = self._solution_at(at[0].exp(), at[1].exp().view(own.shape) if noisy else own).evidence
+            found = self._solution(at[0].exp(), at[1].exp().view(own.shape) if noisy else None).evidence
             _ = slope and (-found).backward()
             return float(found.detach())
 
@@ -272,10 +270,10 @@ class VariationalLastLayer(Posterior):
         checks.count("n", n)
         q = self.q
         moves = q.deviations(n, generator)
-        found = None if self.state.sums is None else self._solution()
-        if found is not None and found.rate is not None:  # q has the mean of σ², and each draw a σ² of its own
-            shapes = torch.full((n, self.n_outputs), found.shape).to(moves)
-            moves = moves * ((found.shape - 1) / draw_by(torch._standard_gamma, shapes, generator)).sqrt().unsqueeze(-1)
+        if self.noise_shape:  # q has the mean of σ², and each draw a σ² of its own
+            shape = self._solution().shape
+            gammas = draw_by(torch._standard_gamma, torch.full((n, self.n_outputs), shape).to(moves), generator)
+            moves = moves * ((shape - 1) / gammas).sqrt().unsqueeze(-1)
         result = self.state.mean.expand(n, -1).clone()
         result[:, self.state.index] = (q.mean + moves).to(result)
         return result
