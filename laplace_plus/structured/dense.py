@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from laplace_plus.kernels import require_finite, symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
-from laplace_plus.structured.eigen import DecomposedBlock, EigenBlock, EigenFactor
+from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, limit
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine
+from laplace_plus.structured.gram_sum import GramSum, combine
 from laplace_plus.structured.log_determinants import require_positive
 
 ROUNDING = 64.0
@@ -75,7 +75,7 @@ def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @register_block
-class DenseBlock(DecomposedBlock):
+class DenseBlock(EigenBlock):
     """G dense matrices.
 
     Args:
@@ -91,7 +91,7 @@ class DenseBlock(DecomposedBlock):
         self.kind = "dense"
         self.dtype = self.sums[0].dtype
         self.n_components = len(self.sums)
-        self.changed()
+        self._forget()
 
     @property
     def matrix(self) -> Tensor:
@@ -100,15 +100,15 @@ class DenseBlock(DecomposedBlock):
             torch.stack([own.matrix() for own in self.sums]) if self.n_components > 1 else self.sums[0].matrix()[None]
         )
 
-    @override
-    def changed(self) -> None:
-        super().changed()
+    def _forget(self) -> None:
+        """Forget what followed from the sums, after something was added to them."""
+        self._spectrum = None
         self._semi_definite: Tensor | None = None
-        self._values_alone: Tensor | None = None
+        self._form: tuple[Tensor, Basis, Tensor] | None = None  # weights, and what eigen gives at a weight of one
 
     @override
     def add(self, gradients: ExampleGradients, components: Tensor) -> None:
-        self.changed()
+        self._forget()
         for total, part in zip(self.sums, gradients.by_component(components, self.n_components), strict=True):
             for _, values in part.chunks():
                 total.add_rows(values.flatten(3).flatten(0, 1).movedim(1, 0))  # [G, Vb, n]
@@ -118,15 +118,16 @@ class DenseBlock(DecomposedBlock):
         assert isinstance(other, DenseBlock)
         for mine, theirs in zip(self.sums, other.sums, strict=True):
             mine.add_(theirs)
-        self.changed()
+        self._forget()
 
     @override
-    def sums_at(self, weights: Tensor) -> list[GramSum]:
-        return self.sums if self.n_components == 1 else [combine(self.sums, weights)]
-
-    @override
-    def diagonalised_by(self, pairs: Sequence[EigenPairs]) -> tuple[Basis, Tensor]:
-        return DenseBasis(pairs[0].vectors), clamp_rounding(pairs[0].values).view(self.shape)
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        one, at = self.n_components == 1, weights.detach()
+        if self._form is None or not (one or torch.equal(self._form[0], at)):
+            values, vectors = (self.sums[0] if one else combine(self.sums, at)).eigen()
+            self._form = at, DenseBasis(vectors), clamp_rounding(values).view(self.shape)
+        _, basis, own = self._form
+        return basis, own.to(weights.dtype) * (weights[0] if one else 1)
 
     @override
     def dense(self, weights: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class DenseBlock(DecomposedBlock):
     def _avoids_vectors(self) -> bool:
         """Whether eigenvectors would take much longer than what can be had without them."""
         thin = self.n_components == 1 and self.sums[0].is_thin
-        return self.shape[1] * self.shape[2] >= LARGE and not thin and self._found is None
+        return self.shape[1] * self.shape[2] >= LARGE and not thin and self._form is None
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
@@ -147,7 +148,7 @@ class DenseBlock(DecomposedBlock):
             if inverse_root is not None:
                 return inverse_root
         if diagonal.ndim == 0:
-            return EigenBlock.factor(self, weights, diagonal)
+            return super().factor(weights, diagonal)
         # H + D = D^½ (D^-½ H D^-½ + I) D^½; the inner matrix is diagonalised for this D.
         scale = diagonal.flatten(1).rsqrt()
         values, vectors = symmetric_eigen(scale[..., None] * self.dense(weights) * scale[:, None, :])
@@ -173,7 +174,7 @@ class DenseBlock(DecomposedBlock):
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
-            return EigenBlock.log_determinant(self, weights, diagonal)
+            return super().log_determinant(weights, diagonal)
         full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
         full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
         lower, failed = torch.linalg.cholesky_ex(full)
@@ -182,18 +183,17 @@ class DenseBlock(DecomposedBlock):
         return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
 
     @override
-    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
-        if self._values_alone is None and not self._avoids_vectors():
-            return self.diagonalised(weights).values
-        if self._values_alone is None:
-            matrix = self.sums[0].matrix()
-            require_finite(matrix)
-            try:  # in the matrix's own type: a sum that was rounded to it entry by entry has errors of the same size
-                values = torch.linalg.eigvalsh(matrix)
-            except torch.linalg.LinAlgError:  # float32 may not converge
-                values = torch.linalg.eigvalsh(matrix.double()).to(matrix.dtype)
-            self._values_alone = clamp_rounding(values).view(self.shape)
-        return self._values_alone
+    def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._avoids_vectors():
+            return super()._sides(weights)
+        matrix = self.sums[0].matrix()
+        require_finite(matrix)
+        try:  # in the matrix's own type: a sum that was rounded to it entry by entry has errors of the same size
+            values = torch.linalg.eigvalsh(matrix)
+        except torch.linalg.LinAlgError:  # float32 may not converge
+            values = torch.linalg.eigvalsh(matrix.double()).to(matrix.dtype)
+        values = clamp_rounding(values).flatten()[None]
+        return values, torch.ones_like(values[:, :1])
 
     def _without_rounding(self) -> Tensor:
         """The components in float64 with clamped eigenvalues; otherwise Cholesky decompositions could fail."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, IdentityBasis, register_block
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant, require_positive
 
 
@@ -84,11 +82,6 @@ class EigenBlock(Block):
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        if diagonal.ndim:
-            what = f"A {self.kind} block cannot hold a prior precision that differs from entry to entry."
-            expected, got = "one prior precision for a layer", f"one for each of {diagonal.numel()} parameters"
-            fix = 'Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.'
-            raise UnsupportedError(what, expected=expected, got=got, fix=fix)
         basis, values = self.eigen(weights)
         return EigenFactor(basis, values + diagonal)
 
@@ -113,16 +106,8 @@ class EigenBlock(Block):
 
     def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Where K = 1, the eigenvalues at a weight of one as products of ``[G, m]`` and ``[G or 1, n]``."""
-        values = self._unit_eigenvalues(weights).flatten()[None]
+        values = self.eigen(weights)[1].flatten()[None]
         return values, torch.ones_like(values[:, :1])
-
-    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
-        """Where K = 1, the eigenvalues at a weight of one."""
-        return self.eigen(torch.ones_like(weights))[1]
-
-    def changed(self) -> None:
-        """Forget what followed from the sums, after something was added to them."""
-        self._spectrum = None
 
     @override
     def dense(self, weights: Tensor) -> Tensor:
@@ -153,26 +138,17 @@ class DiagonalBlock(EigenBlock):
     def add(self, gradients: ExampleGradients, components: Tensor) -> None:
         for total, own in zip(self.values, gradients.by_component(components, self.n_components), strict=True):
             own.add_squares_(total)
-        self.changed()
+        self._spectrum = None
 
     @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         return IdentityBasis(), torch.tensordot(weights, self.values.to(weights.dtype), 1)
 
     @override
-    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        basis, values = self.eigen(weights)
-        return EigenFactor(basis, values + diagonal)
-
-    @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return EigenBlock.log_determinant(self, weights, diagonal)
         return log_determinant(self.values.flatten(1), weights, diagonal.flatten() if diagonal.ndim else diagonal)
-
-    @override
-    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
-        return self.values
 
     @classmethod
     @override
@@ -187,57 +163,8 @@ class DiagonalBlock(EigenBlock):
     def add_(self, other: Block) -> None:
         assert isinstance(other, DiagonalBlock)
         self.values += other.values
-        self.changed()
+        self._spectrum = None
 
     @override
     def clone(self) -> DiagonalBlock:
         return DiagonalBlock(self.values.clone())
-
-
-@dataclass
-class Diagonalised:
-    """A basis and the diagonal ``values [G, o, i]`` in it; ``weights`` are None where they hold for all of them."""
-
-    weights: Tensor | None
-    pairs: Sequence[EigenPairs]
-    basis: Basis
-    values: Tensor
-
-
-class DecomposedBlock(EigenBlock):
-    """A block whose basis comes from eigendecompositions of sums, which are kept until it changes."""
-
-    dtype: torch.dtype
-    basis_weights: Tensor | None = None
-    """The weights ``[K]`` at which the basis is fixed, where it is."""
-
-    _found: Diagonalised | None = None
-
-    @abstractmethod
-    def sums_at(self, weights: Tensor) -> list[GramSum]:
-        """The sums to decompose; with one component those at a weight of one."""
-
-    @abstractmethod
-    def diagonalised_by(self, pairs: Sequence[EigenPairs]) -> tuple[Basis, Tensor]:
-        """The basis and the diagonal ``[G, o, i]`` that follow from eigendecompositions of these sums."""
-
-    def diagonalised(self, weights: Tensor) -> Diagonalised:
-        """The diagonal form; with one component, at a weight of one."""
-        at = self.basis_weights
-        if at is None and self.n_components > 1:
-            at = weights.detach().to(self.dtype)
-        known = self._found
-        if known is None or (at is not None and (known.weights is None or not torch.equal(known.weights, at))):
-            pairs = [own.eigen() for own in self.sums_at(weights if at is None else at)]
-            known = self._found = Diagonalised(at, pairs, *self.diagonalised_by(pairs))
-        return known
-
-    @override
-    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        form = self.diagonalised(weights)
-        values = form.values.to(weights.dtype)
-        return form.basis, values * weights[0] if self.n_components == 1 else values
-
-    @override
-    def changed(self) -> None:
-        self._spectrum = self._found = None

@@ -55,8 +55,7 @@ class GramSum:
 
     def __init__(self, groups: int, size: int, *, dtype: torch.dtype, device: torch.device):
         self.groups, self.size, self.dtype, self.device = groups, size, dtype, device
-        self._total: Tensor | None = None
-        self._is_symmetric = True
+        self._total: Tensor | None = None  # right in the lower triangles
         self._rows: list[Tensor] = []
 
     @classmethod
@@ -80,12 +79,12 @@ class GramSum:
 
     def add_rows(self, rows: Tensor) -> None:
         """Add ``Σ x xᵀ`` over rows ``[G, n, d]``, which are copied where they are kept."""
-        if rows.shape[1] >= self.size:
-            kernels.symmetric_update(self.lower(), rows)
-            return
-        self._keep(rows)
-        if self.n_rows >= self.size:
-            self._multiply()
+        if rows.shape[1] < self.size:
+            self._keep(rows)
+            if self.n_rows < self.size:
+                return
+            rows, self._rows = self.all_rows(), []
+        kernels.symmetric_update(self.lower(), rows)
 
     def _keep(self, rows: Tensor) -> None:
         if rows.shape[1]:
@@ -100,13 +99,8 @@ class GramSum:
 
     def matrix(self) -> Tensor:
         """The sum as symmetric matrices ``[G, d, d]``; from now on it is kept as such."""
-        if self._rows or self._total is None:
-            self._multiply()
-        assert self._total is not None
-        if not self._is_symmetric:
-            kernels.symmetrize_(self._total)
-            self._is_symmetric = True
-        return self._total
+        rows, self._rows = self.all_rows(), []
+        return kernels.symmetrize_(kernels.symmetric_update(self.lower(), rows))
 
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where there are only rows, no eigenvalue is negative."""
@@ -134,21 +128,14 @@ class GramSum:
         """A copy that may be added to."""
         result = GramSum(self.groups, self.size, dtype=self.dtype, device=self.device)
         result._total = None if self._total is None else self._total.clone()
-        result._is_symmetric, result._rows = self._is_symmetric, list(self._rows)  # rows are never written to
+        result._rows = list(self._rows)  # which are never written to
         return result
 
     def lower(self) -> Tensor:
         """The matrices ``[G, d, d]``, to whose lower triangles may be added; the upper ones follow from them."""
         if self._total is None:
             self._total = torch.zeros(self.groups, self.size, self.size, dtype=self.dtype, device=self.device)
-        self._is_symmetric = False
         return self._total
-
-    def _multiply(self) -> None:
-        rows, self._rows = self._rows, []
-        total = self.lower()
-        if rows:
-            kernels.symmetric_update(total, rows[0] if len(rows) == 1 else torch.cat(rows, 1))
 
 
 class DiagonalSum(GramSum):
@@ -186,12 +173,15 @@ class DiagonalSum(GramSum):
 
 
 def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
-    """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum."""
+    """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum that leaves out nothing more."""
     first, weights = sums[0], weights.to(sums[0].dtype)
     if any(own._total is not None or isinstance(own, DiagonalSum) for own in sums):
         return GramSum.of(torch.tensordot(weights, torch.stack([own.matrix() for own in sums]), 1))
-    result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device)
-    result.add_rows(weighted_rows([own.all_rows() for own in sums], weights))
+    each = [own.leading()[0] if isinstance(own, LimitedSum) else own.all_rows() for own in sums]
+    rows = weighted_rows(each, weights)
+    rank = None if first.rank is None else rows.shape[1]
+    result = gram_sum(first.groups, first.size, rank, dtype=first.dtype, device=first.device)
+    result.add_rows(rows)
     return result
 
 
@@ -353,15 +343,6 @@ def gram_sum(groups: int, size: int, rank: int | None, *, dtype: torch.dtype, de
     if rank is None or rank >= size:
         return GramSum(groups, size, dtype=dtype, device=device)
     return LimitedSum(groups, size, rank, dtype=dtype, device=device)
-
-
-def combine_limited(sums: Sequence[LimitedSum], weights: Tensor) -> GramSum:
-    """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum that leaves out nothing more."""
-    first = sums[0]
-    rows = weighted_rows([own.leading()[0] for own in sums], weights.to(first.dtype))
-    result = gram_sum(first.groups, first.size, rows.shape[1], dtype=first.dtype, device=first.device)
-    result.add_rows(rows)
-    return result
 
 
 def _condensed(rows: Tensor, rank: int) -> Tensor:

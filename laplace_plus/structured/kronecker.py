@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.blocks import Basis, Block, register_block
-from laplace_plus.structured.eigen import DecomposedBlock, Diagonalised
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
+from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import (
     DenseGradients,
     EmbeddingGradients,
@@ -26,7 +27,6 @@ from laplace_plus.structured.gram_sum import (
     LimitedSum,
     Reflections,
     combine,
-    combine_limited,
     weighted_rows,
 )
 from laplace_plus.structured.log_determinants import log_determinant
@@ -71,6 +71,15 @@ class KroneckerBasis(Basis):
         return _by_squares(self.right, _by_squares(self.left, variances).mT).mT
 
 
+class DiagonalForm(NamedTuple):
+    """The sides' eigendecompositions with their common basis, and the weights ``[K]`` that they belong to."""
+
+    weights: Tensor
+    left: EigenPairs
+    right: EigenPairs
+    basis: KroneckerBasis
+
+
 def _by_squares(side: Any, values: Tensor) -> Tensor:
     """``Σ_j L_ij² v_j`` for ``v [G, d, n]``."""
     if isinstance(side, Reflections):
@@ -79,7 +88,7 @@ def _by_squares(side: Any, values: Tensor) -> Tensor:
 
 
 @register_block
-class KroneckerBlock(DecomposedBlock):
+class KroneckerBlock(EigenBlock):
     """Kronecker products ``H_k = left_k ⊗ right / count``, group by group.
 
     With ``corrected`` the eigenvalues are those measured in the Kronecker eigenbasis instead (EKFAC, George et al.,
@@ -102,6 +111,7 @@ class KroneckerBlock(DecomposedBlock):
     """
 
     storage: ClassVar[str] = "Kronecker"
+    _form: DiagonalForm | None = None
 
     def __init__(
         self,
@@ -143,12 +153,12 @@ class KroneckerBlock(DecomposedBlock):
         same for all cotangents.
         """
         if self.corrected is not None:
-            coordinates = self.kronecker_basis().coordinates(gradients)
+            coordinates = self.form(components).basis.coordinates(gradients)  # which is fixed
             for total, own in zip(self.corrected, coordinates.by_component(components, self.n_components), strict=True):
                 own.add_squares_(total)
             self._spectrum = None  # the basis stays
             return
-        self.changed()
+        self._spectrum = self._form = None
         parts: list[Any] = gradients.by_component(components, self.n_components)
         for total, part in zip(self.left_sums, parts, strict=True):
             left = part.expand_left(part.raw_left)  # [V, B, S, G, o]
@@ -168,17 +178,12 @@ class KroneckerBlock(DecomposedBlock):
             mine.add_(theirs)
         self.right_sum.add_(other.right_sum)
         self.count = self.count + other.count
-        self.changed()
+        self._spectrum = self._form = None
 
     def with_correction(self, weights: Tensor) -> KroneckerBlock:
         """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
         empty = torch.zeros(self.n_components, *self.shape, dtype=self.dtype, device=self.left_sums[0].device)
         return KroneckerBlock(self.left_sums, self.right_sum, self.count, empty, weights.detach().to(empty))
-
-    def kronecker_basis(self) -> Basis:
-        """The eigenbasis of the Kronecker factors, which is fixed where the eigenvalues are corrected."""
-        assert self.basis_weights is not None
-        return self.diagonalised(self.basis_weights).basis
 
     @property
     def discarded_trace(self) -> float:
@@ -187,8 +192,8 @@ class KroneckerBlock(DecomposedBlock):
         if not any(isinstance(own[0], LimitedSum) for own in sides):
             return 0.0
         ones = torch.ones(self.n_components, dtype=self.dtype, device=self.left_sums[0].device)
-        kept, whole = ones.new_ones(()), ones.new_ones(())
-        for sums, pair in zip(sides, self.diagonalised(ones).pairs, strict=True):
+        kept, whole, form = ones.new_ones(()), ones.new_ones(()), self.form(ones)
+        for sums, pair in zip(sides, (form.left, form.right), strict=True):
             trace = pair.values.double().sum(1)
             lost = sum(own.leading()[1] for own in sums if isinstance(own, LimitedSum))
             kept, whole = kept * trace, whole * (trace + lost)
@@ -196,24 +201,36 @@ class KroneckerBlock(DecomposedBlock):
 
     # -- the matrix ----------------------------------------------------------------------------------------------------
 
-    @override
-    def sums_at(self, weights: Tensor) -> list[GramSum]:
-        left: Any = self.left_sums
-        if self.n_components == 1:
-            return [*left, self.right_sum]
-        return [(combine_limited if left[0].rank is not None else combine)(left, weights), self.right_sum]
-
-    @override
-    def diagonalised_by(self, pairs: Sequence[EigenPairs]) -> tuple[Basis, Tensor]:
-        left, right = (pair.values.clamp(min=0) for pair in pairs)
-        values = left[:, :, None] * (right[:, None, :] / self.count.to(self.dtype))
-        return KroneckerBasis(pairs[0].vectors, pairs[1].vectors), values
+    def form(self, weights: Tensor) -> DiagonalForm:
+        """The diagonal form at component weights ``[K]``; one component's at a weight of one, a fixed one at its own."""
+        found = self._form
+        is_fixed = self.n_components == 1 or self.basis_weights is not None
+        at = weights.detach().to(self.dtype) if self.basis_weights is None else self.basis_weights
+        if found is None or not (is_fixed or torch.equal(found.weights, at)):
+            left = (self.left_sums[0] if self.n_components == 1 else combine(self.left_sums, at)).eigen()
+            right = self.right_sum.eigen() if found is None else found.right
+            basis = KroneckerBasis(left.vectors, right.vectors)
+            found = self._form = DiagonalForm(at, left, right, basis)
+        return found
 
     @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        if self.corrected is None:
-            return super().eigen(weights)
-        return self.kronecker_basis(), torch.tensordot(weights, self.corrected.to(weights.dtype), 1)
+        form = self.form(weights)
+        if self.corrected is not None:
+            return form.basis, torch.tensordot(weights, self.corrected.to(weights.dtype), 1)
+        left, right = form.left.values.clamp(min=0), form.right.values.clamp(min=0)
+        values = (left[:, :, None] * (right[:, None, :] / self.count.to(self.dtype))).to(weights.dtype)
+        return form.basis, values * weights[0] if self.n_components == 1 else values
+
+    @override
+    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
+        if diagonal.ndim:
+            what = f"A {self.kind} block cannot hold a prior precision that differs from entry to entry."
+            expected, got = "one prior precision for a layer", f"one for each of {diagonal.numel()} parameters"
+            fix = 'Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.'
+            raise UnsupportedError(what, expected=expected, got=got, fix=fix)
+        basis, values = self.eigen(weights)
+        return EigenFactor(basis, values + diagonal)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
@@ -222,23 +239,24 @@ class KroneckerBlock(DecomposedBlock):
         if self.n_components == 1 or diagonal.ndim or not weights.requires_grad:
             return super().log_determinant(weights, diagonal)
         # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
-        if self.left_sums[0].rank is None:
-            left = _eigenvalues(torch.tensordot(weights, self.left.to(weights.dtype), 1))
-        else:
+        if isinstance(self.left_sums[0], LimitedSum):
             limited: list[Any] = self.left_sums
             rows = weighted_rows([own.leading()[0] for own in limited], weights)
-            left = _eigenvalues(rows @ rows.mT)[:, -self.shape[1] :]
+            left = torch.linalg.eigvalsh(rows @ rows.mT)[:, -self.shape[1] :]
             left = torch.nn.functional.pad(left, (self.shape[1] - left.shape[1], 0))
-        right = self.right if self.right_sum.rank is None else self.right_sum.eigen().values
-        right = _eigenvalues(right.to(left.dtype)) / self.count.to(left)
-        return torch.log(left[:, :, None] * right[:, None, :] + diagonal).sum()
+        else:
+            left = torch.tensordot(weights, self.left.to(weights.dtype), 1)
+            left = left if left.ndim == 2 else torch.linalg.eigvalsh(left)  # noqa: PLR2004
+        right = self.form(weights).right.values.to(left).clamp(min=0) / self.count.to(left)
+        return torch.log(left.clamp(min=0)[:, :, None] * right[:, None, :] + diagonal).sum()
 
     @override
     def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         if self.corrected is not None:
             return super()._sides(weights)
-        left, right = (pair.values.clamp(min=0).double() for pair in self.diagonalised(weights).pairs)
-        return left, right / self.count.to(right)
+        form = self.form(weights)
+        right = form.right.values.clamp(min=0).double()
+        return form.left.values.clamp(min=0).double(), right / self.count.to(right)
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
@@ -251,11 +269,10 @@ class KroneckerBlock(DecomposedBlock):
         block = cls(left, _restored(tensors, "right"), tensors["count"], corrected, weights)
         if weights is not None:
             # Corrected eigenvalues replace those of the factors, which were not saved.
-            pairs = []
-            for name, own in (("left_vectors", left[0]), ("right_vectors", block.right_sum)):
-                zeros = torch.zeros(own.groups, own.size, dtype=own.dtype, device=own.device)
-                pairs.append(EigenPairs(zeros, tensors.get(name)))
-            block._found = Diagonalised(weights, pairs, *block.diagonalised_by(pairs))
+            vectors = tensors.get("left_vectors"), tensors.get("right_vectors")
+            none = torch.empty(0)
+            pairs = EigenPairs(none, vectors[0]), EigenPairs(none, vectors[1])
+            block._form = DiagonalForm(weights, *pairs, KroneckerBasis(*vectors))
         return block
 
     @override
@@ -266,7 +283,7 @@ class KroneckerBlock(DecomposedBlock):
         if self.corrected is None or self.basis_weights is None:
             return result
         # Corrected eigenvalues belong to this very basis; another decomposition could give another order.
-        basis: Any = self.kronecker_basis()
+        basis = self.form(self.basis_weights).basis
         sides = {"left_vectors": basis.left, "right_vectors": basis.right}
         result |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
         return result | {name: own for name, own in sides.items() if own is not None}
@@ -284,7 +301,7 @@ class KroneckerBlock(DecomposedBlock):
         left, right = [own.clone() for own in self.left_sums], self.right_sum.clone()
         result = KroneckerBlock(left, right, self.count.clone(), corrected, self.basis_weights)
         if corrected is not None:
-            result._found = self._found  # corrected eigenvalues belong to this very basis
+            result._form = self._form  # corrected eigenvalues belong to this very basis
         return result
 
 
@@ -293,8 +310,3 @@ def _restored(tensors: Mapping[str, Tensor], name: str) -> GramSum:
     if f"{name}.rows" in tensors:
         return LimitedSum.of_rows(tensors[f"{name}.rows"], tensors[f"{name}.limit"])
     return GramSum.of(tensors[name].clone())  # in memory of its own, as it was added up: roundings depend on it
-
-
-def _eigenvalues(matrices: Tensor) -> Tensor:
-    """Eigenvalues ``[G, d]`` of positive semi-definite matrices, which may be given by their diagonals."""
-    return matrices if matrices.ndim == 2 else torch.linalg.eigvalsh(matrices).clamp(min=0)
