@@ -10,6 +10,7 @@ A block of another kind is a subclass of :class:`Block` with a ``storage`` kind 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, TypeVar
@@ -210,9 +211,9 @@ class Block(ABC):
     def add_(self, other: Block) -> None:
         """Add another block of the same structure in place."""
 
-    @abstractmethod
     def clone(self) -> Block:
         """A copy that further data may be added to."""
+        return copy.deepcopy(self)
 
     def parts(self) -> list[Tensor]:
         """The tensors that hold the block as it is now, whatever their form."""

@@ -215,7 +215,3 @@ class DenseBlock(EigenBlock):
     @override
     def tensors(self) -> dict[str, Tensor]:
         return {f"matrix.{n}": own.matrix() for n, own in enumerate(self.sums)}
-
-    @override
-    def clone(self) -> DenseBlock:
-        return type(self)([own.clone() for own in self.sums], self.shape)

@@ -164,7 +164,3 @@ class DiagonalBlock(EigenBlock):
         assert isinstance(other, DiagonalBlock)
         self.values += other.values
         self._spectrum = None
-
-    @override
-    def clone(self) -> DiagonalBlock:
-        return DiagonalBlock(self.values.clone())

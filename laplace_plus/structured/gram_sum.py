@@ -124,13 +124,6 @@ class GramSum:
         """The tensors that make up the sum, under names that begin with this one."""
         return {name: self.matrix()}
 
-    def clone(self) -> GramSum:
-        """A copy that may be added to."""
-        result = GramSum(self.groups, self.size, dtype=self.dtype, device=self.device)
-        result._total = None if self._total is None else self._total.clone()
-        result._rows = list(self._rows)  # which are never written to
-        return result
-
     def lower(self) -> Tensor:
         """The matrices ``[G, d, d]``, to whose lower triangles may be added; the upper ones follow from them."""
         if self._total is None:
@@ -166,10 +159,6 @@ class DiagonalSum(GramSum):
     @override
     def eigen(self) -> EigenPairs:
         return EigenPairs(self.values, None)
-
-    @override
-    def clone(self) -> DiagonalSum:
-        return DiagonalSum(self.values.clone())
 
 
 def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
@@ -330,12 +319,6 @@ class LimitedSum(GramSum):
     def tensors(self, name: str) -> dict[str, Tensor]:
         limit = torch.cat([self.discarded.new_tensor([self.rank]), self.discarded])
         return {f"{name}.rows": self.all_rows(), f"{name}.limit": limit}
-
-    @override
-    def clone(self) -> LimitedSum:
-        result = LimitedSum(self.groups, self.size, self.rank, dtype=self.dtype, device=self.device)
-        result._rows, result.discarded = list(self._rows), self.discarded  # neither is ever written to
-        return result
 
 
 def gram_sum(groups: int, size: int, rank: int | None, *, dtype: torch.dtype, device: torch.device) -> GramSum:

@@ -13,13 +13,7 @@ from typing_extensions import override
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import (
-    DenseGradients,
-    EmbeddingGradients,
-    ExampleGradients,
-    OuterGradients,
-    OutputLayerGradients,
-)
+from laplace_plus.structured.gradients import ExampleGradients
 from laplace_plus.structured.gram_sum import (
     DiagonalSum,
     EigenPairs,
@@ -27,7 +21,6 @@ from laplace_plus.structured.gram_sum import (
     LimitedSum,
     Reflections,
     combine,
-    weighted_rows,
 )
 from laplace_plus.structured.log_determinants import log_determinant
 
@@ -47,19 +40,7 @@ class KroneckerBasis(Basis):
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
-        left, right = self.left, self.right
-        if isinstance(gradients, OuterGradients) and right is not None:
-            return gradients.in_basis(left, right)
-        left = None if left is None else left.to(gradients.dtype)
-        right = None if right is None else right.to(gradients.dtype)
-        if isinstance(gradients, OutputLayerGradients) and right is not None:
-            return gradients.in_basis(None if left is None else left[0], right[0])
-        if isinstance(gradients, EmbeddingGradients) and left is not None and right is None:
-            rows = gradients.left.to(gradients.dtype) @ left[0]
-            return EmbeddingGradients(gradients.index, rows, gradients.n_columns)
-        values = gradients.dense(slice(0, gradients.n_examples))
-        values = values if left is None else left.mT @ values
-        return DenseGradients(values if right is None else values @ right)
+        return gradients.in_basis(self.left, self.right)
 
     @override
     def expand(self, coordinates: Tensor) -> Tensor:
@@ -153,7 +134,7 @@ class KroneckerBlock(EigenBlock):
         same for all cotangents.
         """
         if self.corrected is not None:
-            coordinates = self.form(components).basis.coordinates(gradients)  # which is fixed
+            coordinates = self.form(components).basis.coordinates(gradients)  # at fixed weights
             for total, own in zip(self.corrected, coordinates.by_component(components, self.n_components), strict=True):
                 own.add_squares_(total)
             self._spectrum = None  # the basis stays
@@ -202,7 +183,7 @@ class KroneckerBlock(EigenBlock):
     # -- the matrix ----------------------------------------------------------------------------------------------------
 
     def form(self, weights: Tensor) -> DiagonalForm:
-        """The diagonal form at component weights ``[K]``; one component's at a weight of one, a fixed one at its own."""
+        """The diagonal form at component weights ``[K]``, or at those where it is fixed; one component's at one."""
         found = self._form
         is_fixed = self.n_components == 1 or self.basis_weights is not None
         at = weights.detach().to(self.dtype) if self.basis_weights is None else self.basis_weights
@@ -239,14 +220,8 @@ class KroneckerBlock(EigenBlock):
         if self.n_components == 1 or diagonal.ndim or not weights.requires_grad:
             return super().log_determinant(weights, diagonal)
         # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
-        if isinstance(self.left_sums[0], LimitedSum):
-            limited: list[Any] = self.left_sums
-            rows = weighted_rows([own.leading()[0] for own in limited], weights)
-            left = torch.linalg.eigvalsh(rows @ rows.mT)[:, -self.shape[1] :]
-            left = torch.nn.functional.pad(left, (self.shape[1] - left.shape[1], 0))
-        else:
-            left = torch.tensordot(weights, self.left.to(weights.dtype), 1)
-            left = left if left.ndim == 2 else torch.linalg.eigvalsh(left)  # noqa: PLR2004
+        left = torch.tensordot(weights, self.left.to(weights.dtype), 1)
+        left = left if left.ndim == 2 else torch.linalg.eigvalsh(left)  # noqa: PLR2004
         right = self.form(weights).right.values.to(left).clamp(min=0) / self.count.to(left)
         return torch.log(left.clamp(min=0)[:, :, None] * right[:, None, :] + diagonal).sum()
 
@@ -294,15 +269,6 @@ class KroneckerBlock(EigenBlock):
         for own in (*self.left_sums, self.right_sum):
             found += own.parts()
         return [*found, self.count] if self.corrected is None else [*found, self.count, self.corrected]
-
-    @override
-    def clone(self) -> KroneckerBlock:
-        corrected = None if self.corrected is None else self.corrected.clone()
-        left, right = [own.clone() for own in self.left_sums], self.right_sum.clone()
-        result = KroneckerBlock(left, right, self.count.clone(), corrected, self.basis_weights)
-        if corrected is not None:
-            result._form = self._form  # corrected eigenvalues belong to this very basis
-        return result
 
 
 def _restored(tensors: Mapping[str, Tensor], name: str) -> GramSum:

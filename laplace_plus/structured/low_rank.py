@@ -343,7 +343,3 @@ class LowRankBlock(Block):
     @override
     def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> LowRankBlock:
         return cls(tensors["values"], tensors["vectors"], SampledSpectrum(tensors["nodes"], tensors["node_weights"]))
-
-    @override
-    def clone(self) -> LowRankBlock:
-        return LowRankBlock(self.values.clone(), self.vectors.clone(), self.rest)

@@ -389,7 +389,3 @@ class SoftmaxOutputBlock(Block):
             return self._dense.tensors()
         rows = self.rows
         return {"features": rows.features, "scales": rows.scales, "coupled": torch.tensor(rows.coupled)}
-
-    @override
-    def clone(self) -> SoftmaxOutputBlock:
-        return SoftmaxOutputBlock(self.rows if self._dense is None else self._dense.clone(), self.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_equals_the_dense_sum_in_every_order(order, groups):
             other = GramSum.of(dense.clone()) if what == "formed sum" else sum_of(rows)
             total.add_(other)
         expected += dense
-    torch.testing.assert_close(total.clone().matrix(), expected)
+    torch.testing.assert_close(deepcopy(total).matrix(), expected)
     require_decomposes(total.eigen(), expected)
 
 
@@ -77,10 +78,10 @@ def test_products_are_taken_when_there_are_as_many_rows_as_columns(count, step):
 @pytest.mark.parametrize("count", [3, SIZE + 1])
 def test_clones_do_not_share_sums(count):
     total = sum_of(rows_of(count))
-    expected = total.clone().matrix().clone()
-    copy = total.clone()
+    expected = deepcopy(total).matrix().clone()
+    copy = deepcopy(total)
     copy.add_rows(rows_of(2 * SIZE, seed=1))
-    torch.testing.assert_close(total.clone().matrix(), expected)
+    torch.testing.assert_close(deepcopy(total).matrix(), expected)
     total.add_rows(rows_of(4, seed=2))
     assert not torch.allclose(total.matrix(), expected)
     third = rows_of(2 * SIZE, seed=1)
@@ -92,7 +93,7 @@ def test_clones_do_not_share_sums(count):
 def test_few_rows_decompose_as_their_matrix_does(count, groups):
     total = sum_of(rows_of(count, groups=groups))
     assert total.is_thin
-    require_decomposes(total.eigen(), total.clone().matrix())
+    require_decomposes(total.eigen(), deepcopy(total).matrix())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -73,7 +75,7 @@ def test_one_decomposition_is_the_truncated_singular_value_decomposition():
 def test_sums_add_and_copies_are_independent():
     first, second = rows_of(100), rows_of(50, seed=1)
     total = limited(first)
-    copy = total.clone()
+    copy = deepcopy(total)
     copy.add_(limited(second))
     before = total.matrix()
     rest = first.mT @ first + second.mT @ second - copy.matrix()

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,6 +134,12 @@ class ExampleGradients(ABC):
                 results.append((flat * weights.flatten()) @ flat.mT)
         return torch.cat(results)
 
+    def in_basis(self, left: Any, right: Any) -> ExampleGradients:
+        """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` and ``R [G or 1, i, i]``; None for the identity."""
+        values = self.dense(slice(0, self.n_examples))
+        values = values if left is None else left.to(values.dtype).mT @ values
+        return DenseGradients(values if right is None else values @ right.to(values.dtype))
+
     def project(self, matrices: Tensor) -> Tensor:
         """Inner products ``⟨P_vn, U_r⟩`` with some matrices ``U [r, G, o, i]``, ``[V, B, r]``."""
         flat = matrices.flatten(1).mT.to(self.dtype)
@@ -234,9 +241,14 @@ class OuterGradients(ExampleGradients):
         """Right side ``[b, S, G or 1, i]`` of some examples."""
         return self.expand_right(self.raw_right[examples]).to(self.dtype)
 
-    def in_basis(self, left: Tensor | None, right: Tensor) -> OuterGradients:
-        """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` (None for the identity) and ``R [G or 1, i, i]``."""
+    @override
+    def in_basis(self, left: Any, right: Any) -> ExampleGradients:
+        if right is None:
+            return super().in_basis(left, right)
         dtype = torch.promote_types(self.dtype, right.dtype)
+        if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
+            rows, columns = self.left(_EVERY).to(dtype), self.right(_EVERY).to(dtype)
+            return OuterGradients(times(columns, right), rows if left is None else times(rows, left))
 
         def expand_right(raw: Tensor) -> Tensor:
             return times(self.expand_right(raw).to(dtype), right)
@@ -245,8 +257,6 @@ class OuterGradients(ExampleGradients):
             rows = self.expand_left(raw).to(dtype)
             return rows if left is None else times(rows, left)
 
-        if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
-            return OuterGradients(expand_right(self.raw_right), expand_left(self.raw_left), compute_dtype=dtype)
         sizes = (self.n_positions, max(self.right_shape[0], len(right)), self.shape[2])
         return OuterGradients(self.raw_right, self.raw_left, expand_right, expand_left, dtype, right_sizes=sizes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,12 @@ class EmbeddingGradients(ExampleGradients):
     @override
     def in_dtype(self, dtype: torch.dtype) -> EmbeddingGradients:
         return replace(self, compute_dtype=dtype)
+
+    @override
+    def in_basis(self, left: Any, right: Any) -> ExampleGradients:
+        if left is None or right is not None:
+            return super().in_basis(left, right)
+        return replace(self, left=self.left.to(self.dtype) @ left.to(self.dtype)[0])
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
@@ -152,9 +159,10 @@ class OutputLayerGradients(ExampleGradients):
     def in_dtype(self, dtype: torch.dtype) -> OutputLayerGradients:
         return replace(self, features=self.features.to(dtype))
 
-    def in_basis(self, left: Tensor | None, right: Tensor) -> OutputLayerGradients | OuterGradients:
-        """The gradients ``Lᵀ P R``, for ``L [C, C]`` (None for the identity) and ``R [i, i]``."""
-        features = self.features @ right
+    @override
+    def in_basis(self, left: Any, right: Any) -> ExampleGradients:
+        features = self.features if right is None else self.features @ right.to(self.dtype)[0]
+        left = None if left is None else left.to(self.dtype)[0]
         if left is None or self.centre is not None:
             return replace(self, features=features, left=left)
         rows = left[self.outputs]  # [V, C] or [B, V, C]
