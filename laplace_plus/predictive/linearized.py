@@ -25,14 +25,14 @@ from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
 from laplace_plus.network.output_layer import output_layer_gradients
 from laplace_plus.structured import Factor
-from laplace_plus.structured.gradients import MIB, limit, slices
+from laplace_plus.structured.gradients import MIB, slices
 from laplace_plus.structured.layout import Layout
 
 WHOLE = "all"
 """Key of a block that covers the whole parameter vector."""
 
-_CENTRED = 64
-"""MiB of the rows ``e_k − w`` of all outputs of a head, which are written out for a few examples at a time."""
+_CENTRED = 64 * MIB
+"""Bytes of the rows ``e_k − w`` of all outputs of a head, which are written out for a few examples at a time."""
 
 MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances: covariances would take C times the
@@ -173,7 +173,7 @@ def _of_head(
         return _quadratic_forms([head], factor_sets, mode)
     parts = []
     each = rows.n_outputs**2 * rows.features.element_size()
-    for part in slices(len(rows.features), each, limit(rows.device, _CENTRED)):
+    for part in slices(len(rows.features), each, _CENTRED, rows.device):
         own = replace(rows, features=rows.features[part], centre=centre.flatten(0, -2)[part].to(rows.dtype))
         parts.append(_quadratic_forms([(layout, own)], factor_sets, mode))
     return [torch.cat(some) for some in zip(*parts, strict=True)]

@@ -80,12 +80,9 @@ class Factor(ABC):
 
     Attributes:
         basis: Computes coordinates of gradients for :meth:`quadratic_form`; factors that share it share coordinates.
-        reads_matrices: Whether :meth:`sample` reads matrices larger than a draw, so that many draws at a time are
-            faster.
     """
 
     basis: CoordinateMap
-    reads_matrices: ClassVar[bool] = True
 
     def quadratic(self, gradients: ExampleGradients, mode: str) -> Tensor:
         """``P M⁻¹ P'`` for gradients; mode as in :meth:`ExampleGradients.quadratic`."""
@@ -133,9 +130,7 @@ def add_draws_(
     n, shape = len(result), torch.Size(parameter_slices.shape)
     size = max(1, shape.numel())
     tile = min(n, max(1, TILE // size))
-    at_once = tile
-    if factor.reads_matrices:  # in a few float64 arrays, of 256 MiB each at most
-        at_once = min(n, max(1, min(_AT_ONCE, 256 * MIB // (8 * size)) // tile) * tile)
+    at_once = min(n, max(1, min(_AT_ONCE, 256 * MIB // (8 * size)) // tile) * tile)  # few float64 arrays of 256 MiB
     noise = torch.empty(at_once, *shape, dtype=result.dtype, device=result.device)
     for start in range(0, n, at_once):
         drawn = noise[: min(at_once, n - start)]

@@ -17,7 +17,7 @@ from typing_extensions import override
 from laplace_plus.kernels import require_finite, symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, limit
+from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients, MappedGradients
 from laplace_plus.structured.gram_sum import GramSum, combine
 from laplace_plus.structured.log_determinants import require_positive
 
@@ -30,8 +30,8 @@ LARGE = 1024
 _SHARE = 1e-3
 """Fraction of the diagonal that rounding may take away before eigenvalues have to be clamped."""
 
-_WRITTEN = 256
-"""MiB of gradients that are multiplied by a basis once, for every quadratic form; more are multiplied in parts."""
+_WRITTEN = 256 * MIB
+"""Bytes of gradients that are multiplied by a basis once, for every quadratic form; more are multiplied in parts."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DenseBasis(Basis):
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
         mapped, n_examples = MappedGradients(gradients, self._matrix()), gradients.n_examples
-        if n_examples * gradients.bytes_each() > limit(gradients.device, _WRITTEN):
+        if n_examples * gradients.bytes_each() > _WRITTEN:
             return mapped
         return DenseGradients(mapped.dense(slice(0, n_examples)))
 

@@ -34,8 +34,6 @@ class EigenFactor(Factor):
     values: Tensor
     log_scale: Tensor | float = field(default=0.0)
 
-    reads_matrices: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         require_positive(self.values)
 

@@ -15,11 +15,8 @@ from typing_extensions import override
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
-from laplace_plus.structured.gradients import MIB, DenseGradients, DerivedGradients, ExampleGradients, limit, slices
+from laplace_plus.structured.gradients import MIB, DerivedGradients, ExampleGradients, slices
 from laplace_plus.structured.log_determinants import require_positive
-
-_WRITTEN = 64
-"""MiB of gradients that are written out once, for the product with U and for the prior's part."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +107,7 @@ class LowRankCoordinates(CoordinateMap):
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ProjectedGradients:
-        gradients = gradients.in_dtype(torch.float64)
-        few = gradients.n_cotangents * gradients.n_examples <= len(self.vectors)  # written out, they are smaller than U
-        if few and gradients.n_examples * gradients.bytes_each() <= limit(gradients.device, _WRITTEN):
-            gradients = DenseGradients(gradients.dense(slice(0, gradients.n_examples)))
-        return ProjectedGradients(gradients, self.vectors)
+        return ProjectedGradients(gradients.in_dtype(torch.float64), self.vectors)
 
 
 @dataclass
@@ -169,11 +162,6 @@ class LowRankFactor(Factor):
         kept = numbers > torch.finfo(self.basis.vectors.dtype).eps / 64
         return mix[:, kept] * (1 + numbers[kept]).rsqrt()
 
-    def _over_columns(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slices of the n entries with ``Qᵀ diag(values)^½ U`` and D there, a bounded number at a time."""
-        for columns, vectors, diagonal in _columns(self.basis.vectors, self.diagonal):
-            yield columns, self._inner[1].mT @ vectors, diagonal
-
     @override
     def log_determinant(self) -> Tensor:
         return low_rank_log_determinant(self.values, self.basis.vectors, self.diagonal)
@@ -198,23 +186,25 @@ class LowRankFactor(Factor):
     def sample(self, noise: Tensor) -> Tensor:
         flat = noise.flatten(1).double()
         coordinates = torch.zeros(len(flat), len(self.values), dtype=flat.dtype, device=flat.device)
-        for columns, rows, diagonal in self._over_columns():
-            coordinates += (flat[:, columns] * diagonal.rsqrt()) @ rows.mT
-        root = (1 + self._inner[0]).sqrt()
+        numbers, mix = self._inner
+        for columns, vectors, diagonal in _columns(self.basis.vectors, self.diagonal):
+            coordinates += (flat[:, columns] * diagonal.rsqrt()) @ vectors.mT @ mix
+        root = (1 + numbers).sqrt()
         coordinates /= -(root * (1 + root))
         result = torch.empty_like(flat)
-        for columns, rows, diagonal in self._over_columns():
-            result[:, columns] = (flat[:, columns] + coordinates @ rows * diagonal.rsqrt()) * diagonal.rsqrt()
+        for columns, vectors, diagonal in _columns(self.basis.vectors, self.diagonal):
+            moved = coordinates @ mix.mT @ vectors * diagonal.rsqrt()
+            result[:, columns] = (flat[:, columns] + moved) * diagonal.rsqrt()
         return result.view_as(noise).to(noise.dtype)
 
     @override
     def variances(self) -> Tensor:
-        vectors = self.basis.vectors
+        numbers, mix = self._inner
         parts = []
-        for _, rows, diagonal in self._over_columns():
-            taken = ((rows / diagonal).square() / (1 + self._inner[0])[:, None]).sum(0)
+        for _, vectors, diagonal in _columns(self.basis.vectors, self.diagonal):
+            taken = ((mix.mT @ vectors / diagonal).square() / (1 + numbers)[:, None]).sum(0)
             parts.append(diagonal.reciprocal() - taken)
-        return torch.cat(parts)[None, None].to(vectors.dtype)
+        return torch.cat(parts)[None, None].to(self.basis.vectors.dtype)
 
 
 def _columns(vectors: Tensor, diagonal: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -12,7 +12,6 @@ from laplace_plus.structured.gradients.base import (
     ExampleGradients,
     OuterGradients,
     concatenate,
-    limit,
     slices,
 )
 from laplace_plus.structured.gradients.composed import (
@@ -35,6 +34,5 @@ __all__ = [
     "OutputLayerGradients",
     "SelectedGradients",
     "concatenate",
-    "limit",
     "slices",
 ]

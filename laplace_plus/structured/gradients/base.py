@@ -27,14 +27,14 @@ from typing_extensions import override
 
 MIB = 2**20
 
-_WRITTEN = 4
-"""MiB of a chunk that is written out, a few of one core's own caches (EPYC, Zen 4)."""
+_WRITTEN = 4 * MIB
+"""Bytes of a chunk that is written out, a few of one core's own caches (EPYC, Zen 4)."""
 
-_JOINT = 64
+_JOINT = 64 * MIB
 """The same for products of all examples with each other, in which each chunk is written out once for every other."""
 
-_SIDES = 8
-"""MiB of a chunk of both sides of outer products: products with a basis are faster with many rows."""
+_SIDES = 8 * MIB
+"""Bytes of a chunk of both sides of outer products: products with a basis are faster with many rows."""
 
 _EVERY = slice(None)
 
@@ -45,17 +45,13 @@ _ENTRY = 10
 """Multiply-adds of a large matrix product in the time of one operation entry by entry within the caches (float32)."""
 
 
-def limit(device: torch.device, mebibytes: int) -> int:
-    """Bytes of a chunk: so many MiB on a CPU, 256 MiB elsewhere, where larger products are not faster."""
-    return (mebibytes if device.type == "cpu" else 256) * MIB
-
-
-def slices(length: int, bytes_each: int, limit: int) -> Iterator[slice]:
+def slices(length: int, bytes_each: int, limit: int, device: torch.device | None = None) -> Iterator[slice]:
     """Cut ``range(length)`` into slices of at most ``limit`` bytes, and of at least one element.
 
     This is the one loop that bounds memory: a convolution's patches, and gradients in place of their two sides, take
-    many times the memory of what they are made of.
+    many times the memory of what they are made of. On a ``device`` without such caches chunks have up to 256 MiB.
     """
+    limit = limit if device is None or device.type == "cpu" else 256 * MIB
     step = max(1, limit // max(1, bytes_each))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
@@ -101,7 +97,7 @@ class ExampleGradients(ABC):
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Pairs of a slice of the examples and their matrices ``[V, b, G, o, i]``, a bounded number at a time."""
-        for examples in slices(self.n_examples, self.bytes_each(), limit(self.device, _WRITTEN)):
+        for examples in slices(self.n_examples, self.bytes_each(), _WRITTEN, self.device):
             yield examples, self.dense(examples)
 
     def add_squares_(self, total: Tensor) -> None:
@@ -149,7 +145,7 @@ class ExampleGradients(ABC):
         # No more than two chunks are written out at a time; symmetry gives the other half of the pairs.
         v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
-        cuts = list(slices(b, self.bytes_each(), limit(self.device, _JOINT)))
+        cuts = list(slices(b, self.bytes_each(), _JOINT, self.device))
         for number, own in enumerate(cuts):
             weighted = self.dense(own).mul(weights).flatten(2).flatten(0, 1)  # [vb, p]
             for other in cuts[: number + 1]:
@@ -264,7 +260,7 @@ class OuterGradients(ExampleGradients):
         """Slices whose sides and so many bytes for each are of bounded size."""
         groups, rows, columns = self.shape
         each = self.n_positions * groups * (self.n_cotangents * rows + columns) * self.dtype.itemsize
-        return slices(self.n_examples, max(each, bytes_each), limit(self.device, _SIDES))
+        return slices(self.n_examples, max(each, bytes_each), _SIDES, self.device)
 
     @override
     def dense(self, examples: slice) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients, OuterGradients, limit, slices
+from laplace_plus.structured.gradients.base import MIB, DenseGradients, ExampleGradients, OuterGradients, slices
 
-_COMPACT = 16
-"""MiB of a chunk of an embedding's gradients."""
+_COMPACT = 16 * MIB
+"""Bytes of a chunk of an embedding's gradients."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class EmbeddingGradients(ExampleGradients):
         """Slices of the examples with so many vectors besides their left sides."""
         positions = self.index.shape[1]
         each = positions * ((self.n_cotangents + count) * self.shape[1] * self.dtype.itemsize + positions)
-        return slices(self.n_examples, each, limit(self.device, _COMPACT))
+        return slices(self.n_examples, each, _COMPACT, self.device)
 
 
 @dataclass
