@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -10,18 +9,17 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from laplace_plus.errors import CheckpointError, NotFittedError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
 from laplace_plus.network.batches import TARGET_KEYS, split
-from laplace_plus.posteriors import Posterior, load
+from laplace_plus.posteriors import Posterior, load_state_dict, state_dict
 from laplace_plus.predictive import Prediction
 
 __all__ = ["LaplaceCallback", "LaplacePredictor", "load_posterior"]
 
 KEY = "laplace_plus"
-"""The entry of a Lightning checkpoint that holds the posterior's file, as bytes in a tensor."""
+"""The entry of a Lightning checkpoint that holds the posterior."""
 
 
 class LaplaceCallback(Callback):
@@ -82,12 +80,9 @@ class LaplaceCallback(Callback):
             self.posterior = fitted(cls, network, likelihood, data, decay, generator=self._generator, **options)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the file of ``posterior.save``."""
+        """Add the posterior's header and tensors."""
         if self.posterior is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                self.posterior.save(Path(folder) / KEY)
-                content = torch.frombuffer(bytearray((Path(folder) / KEY).read_bytes()), dtype=torch.uint8)
-            checkpoint[KEY] = {"network": self._network, "file": content}
+            checkpoint[KEY] = {"network": self._network, "state": state_dict(self.posterior)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the posterior of a checkpoint, unless training goes on from it."""
@@ -147,7 +142,4 @@ def load_posterior(path: str | Path, module: LightningModule) -> Any:
 
 
 def _restored(entry: dict[str, Any], module: LightningModule) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        content: Tensor = entry["file"].cpu()
-        (Path(folder) / KEY).write_bytes(content.numpy().tobytes())
-        return load(Path(folder) / KEY, module.get_submodule(entry["network"]))
+    return load_state_dict(entry["state"], module.get_submodule(entry["network"]))
