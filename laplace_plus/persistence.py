@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from laplace_plus._version import __version__
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import CheckpointError, ConfigurationError
-from laplace_plus.network.adapters import MERGED, adapter_state, adapter_tensors
+from laplace_plus.network.selection import MERGED, adapter_state, adapter_tensors
 from laplace_plus.priors import Groups
 from laplace_plus.structured import Block
 from laplace_plus.structured.blocks import block_from_tensors

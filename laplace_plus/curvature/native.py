@@ -16,9 +16,8 @@ from laplace_plus.curvature.structures import Curvature, DiagonalStructure, Full
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.gradients import Gradients, batch_gradients, loss_gradient, whole_layout
+from laplace_plus.network.gradients import Gradients, batch_gradients, loss_gradient, output_layer_inputs, whole_layout
 from laplace_plus.network.network import Network
-from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.gram_sum import gram_sum
 from laplace_plus.structured.softmax_output import SoftmaxOutputBlock, SoftmaxOutputRows

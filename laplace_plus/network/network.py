@@ -17,10 +17,9 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from laplace_plus.checks import PRODUCTS
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.network import batches
-from laplace_plus.network.adapters import MERGED, adapter_state
 from laplace_plus.network.differentiability import eager
 from laplace_plus.network.example_gradients import per_example_gradients
-from laplace_plus.network.selection import Selected, Selection, select, uses
+from laplace_plus.network.selection import MERGED, Selected, Selection, adapter_state, select, uses
 from laplace_plus.network.shadow import Shadow, copied, unwrap
 
 _SMALL = 100_000

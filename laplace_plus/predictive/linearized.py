@@ -20,10 +20,9 @@ from laplace_plus.likelihoods.base import check_finite
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network import batches
 from laplace_plus.network.capture import Capture
-from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.gradients import Gradients, output_layer_gradients
 from laplace_plus.network.linearization import linearize
 from laplace_plus.network.network import Network
-from laplace_plus.network.output_layer import output_layer_gradients
 from laplace_plus.structured import Factor
 from laplace_plus.structured.gradients import MIB, slices
 from laplace_plus.structured.layout import Layout

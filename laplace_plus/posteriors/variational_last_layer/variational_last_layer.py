@@ -19,9 +19,8 @@ from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.network.batches import Batch, DataSums
 from laplace_plus.network.capture import Capture, capture_batch
-from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.gradients import Gradients, output_layer_inputs
 from laplace_plus.network.network import Network
-from laplace_plus.network.output_layer import output_layer_inputs
 from laplace_plus.network.selection import Selection, layer_of, tied_names, uses
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
