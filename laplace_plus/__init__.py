@@ -39,7 +39,7 @@ from laplace_plus.posteriors import *  # noqa: F403
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
 from laplace_plus.tuning import Auto, LeaveOneOut
-from laplace_plus.tuning.base import Tuner, TuningResult
+from laplace_plus.tuning.base import Tuner, TuningResult, VariationalBound
 from laplace_plus.tuning.leave_one_out import leave_one_out
 from laplace_plus.tuning.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
 from laplace_plus.tuning.tangent import Tangent
@@ -80,6 +80,7 @@ __all__ = [
     "Tuner",
     "TuningResult",
     "Validation",
+    "VariationalBound",
     "__version__",
     "at_last_token",
     "calibrate",

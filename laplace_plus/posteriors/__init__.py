@@ -23,7 +23,6 @@ from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, Large
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.swag import SWAG, DiagonalSWAG
 from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA
-from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.variational_last_layer import VariationalLastLayer
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING
@@ -64,7 +63,6 @@ __all__ = [
     "Summary",
     "TrainingFreeLoRA",
     "VIKING",
-    "VariationalBound",
     "VariationalLastLayer",
     "get_posterior",
     "load",

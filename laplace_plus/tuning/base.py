@@ -8,7 +8,7 @@ that it supports in ``tuners``, by shorthand; the first of them is the default w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -74,6 +74,29 @@ class Tuner(Protocol):
 Tunable = Any
 """A fitted Gaussian posterior: tuners read its network, n_data, prior_groups, training_data, prior_precision,
 temperature, predictive_mean, tuning and laplace_model()."""
+
+
+@dataclass(frozen=True)
+class VariationalBound:
+    """Maximises the evidence lower bound of a variational posterior over its hyperparameters, from where they are.
+
+    Of :class:`~laplace_plus.VIKING` these are α and σ_im, as its ``fit`` ends with; its mean stays. Of
+    :class:`~laplace_plus.VariationalLastLayer` they are α, noise and the Gaussians.
+
+    Args:
+        data: The training data; by default the loaders of the fit.
+        tune_noise: Whether to tune Gaussian noise, which only the last layer does; None for whenever it can.
+    """
+
+    data: Iterable[Any] | None = field(default=None, repr=False)
+    tune_noise: bool | None = None
+
+    def tune(self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None) -> TuningResult:
+        """Maximise the bound; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises DataError for other data than those of the fit, or none; warns (ConvergenceWarning) as the fit does.
+        """
+        return posterior.run_tuner(self, progress=progress, generator=generator)
 
 
 def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:

@@ -22,9 +22,8 @@ from laplace_plus.posteriors.sampled.objective import (
     TangentCurvature,
     effective_dimension,
     group_sums,
-    largest_eigenvalue,
 )
-from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
+from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, largest_eigenvalue
 from laplace_plus.posteriors.sampled.tuning import mackay_step
 from laplace_plus.tuning.marginal_likelihood import updated_noise
 

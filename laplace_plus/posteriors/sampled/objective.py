@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +48,6 @@ stored(Estimate)
 
 Rows = Callable[[Tensor], Tensor]
 """A linear function of row vectors ``[k, n]``."""
-
-_PROBED_BATCHES = 4
-_POWER_ITERATIONS = 8
-"""Batches, and power iterations on each, that decide on a learning rate. They find most of the largest eigenvalue, and
-:meth:`PriorUnits.learning_rate` adds a fifth."""
 
 
 @stored
@@ -161,38 +155,16 @@ class SamplingReport:
 
 @dataclass(frozen=True)
 class Solved:
-    """Solutions ``u [k, P]`` of ``(I + W) u = b``, the samples ``z = A^-½ u`` that they are, and their image ``W u``.
-
-    Attributes:
-        residual: ``‖b − u − W u‖ / ‖b‖``, ``[k]``: the gradient of ``L′`` in the prior's units.
-        iterations: Passes over the data.
-        converged: Whether no residual exceeds the tolerance.
-    """
+    """Solutions ``u [k, P]`` of ``(I + W) u = b``, the samples ``z = A^-½ u`` that they are, and the image ``W u``."""
 
     z: Tensor
     u: Tensor
     image: Tensor
-    residual: Tensor
-    iterations: int
-    converged: bool
+    report: SamplingReport
 
     def forms(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of groups by an index ``[P]``, ``[k, G]`` float64 each."""
         return group_sums(self.u, self.image, index), group_sums(self.u, self.u, index)
-
-    def report(self) -> SamplingReport:
-        """What to keep of how the solve ended."""
-        k, size = self.u.shape
-        data, prior = self.forms(torch.zeros(size, dtype=torch.long))
-        gamma, sem = effective_dimension(data, prior, torch.tensor([size]))
-        energy = (data + prior)[:, 0] / size
-        return SamplingReport(
-            self.residual,
-            self.iterations,
-            self.converged,
-            Estimate(gamma[0], sem[0], self.iterations, self.converged, k),
-            (float(energy.mean()), float(standard_error(energy))),
-        )
 
 
 class PriorUnits(Operator):
@@ -223,35 +195,18 @@ class PriorUnits(Operator):
         return self.system(vectors)
 
     def check(self, u: Tensor, draws: Draws, tolerance: float, iterations: int) -> Solved:
-        """How near to the solution u is, from one product."""
+        """How near to the solution u is, from one product, and what it says."""
         with exact_arithmetic(self.curvature.network), torch.no_grad():
             b, image = self.right_hand_side(draws), self.image(u)
             size = b.norm(dim=-1)
-            residual = b.sub_(u).sub_(image).norm(dim=-1) / size
-        return Solved(u / self.root, u, image, residual.double(), iterations, bool((residual <= tolerance).all()))
-
-    def learning_rate(self, draws: Draws, momentum: float) -> float:
-        """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.
-
-        A single batch is the system itself: ``1/(1 + λ)``. With several, momentum μ amplifies the gradient noise, and
-        ``(1 − μ)/(1 + λ)`` keeps it from growing.
-        """
-        largest, few = 0.0, draws.prior[:2]
-        with exact_arithmetic(self.curvature.network), torch.no_grad():
-            for _, product in zip(range(_PROBED_BATCHES), self.curvature.minibatches()):  # noqa: B905
-                largest = max(largest, largest_eigenvalue(partial(self.image, product=product), few, _POWER_ITERATIONS))
-        return (1 if self.curvature.n_batches == 1 else 1 - momentum) / (1 + 1.2 * largest)
-
-
-def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:
-    """A lower bound of the largest eigenvalue of a positive semi-definite matrix, by power iterations on a few rows."""
-    vectors = start / start.norm(dim=-1, keepdim=True)
-    found = torch.zeros(len(vectors), dtype=vectors.dtype, device=vectors.device)
-    for _ in range(iterations):
-        vectors = product(vectors)
-        found = vectors.norm(dim=-1)
-        vectors = vectors / found.clamp_min(1e-30)[:, None]
-    return float(found.max())
+            residual = (b.sub_(u).sub_(image).norm(dim=-1) / size).double()
+        one, (k, n) = torch.zeros(u.shape[1], dtype=torch.long), u.shape
+        data, prior = group_sums(u, image, one), group_sums(u, u, one)
+        gamma, sem = effective_dimension(data, prior, torch.tensor([n]))
+        energy, converged = (data + prior)[:, 0] / n, bool((residual <= tolerance).all())
+        estimate = Estimate(gamma[0], sem[0], iterations, converged, k)
+        mean, error = float(energy.mean()), float(standard_error(energy))
+        return Solved(u / self.root, u, image, SamplingReport(residual, iterations, converged, estimate, (mean, error)))
 
 
 # -- the effective dimension -------------------------------------------------------------------------------------------

@@ -138,15 +138,15 @@ class SampledLaplace(SampleBased):
 
     def _solution(self, solved: Solved) -> dict[str, Any]:
         """What a solve at the present hyperparameters changes in the state."""
-        if not solved.converged:
+        report = solved.report
+        if not report.converged:
             what = (
-                f"The samples' residuals are up to {float(solved.residual.max()):.2g} after {solved.iterations} passes "
-                f"over the data (tolerance {self.solver.tolerance:.2g}). Allow for more of them, use a preconditioner, "
-                "or raise the tolerance."
+                f"The samples' residuals are up to {float(report.residual.max()):.2g} after {report.iterations} passes"
             )
-            warn(what, ConvergenceWarning)
+            what += f" over the data (tolerance {self.solver.tolerance:.2g}). Allow for more of them, use a"
+            warn(f"{what} preconditioner, or raise the tolerance.", ConvergenceWarning)
         precision = self.prior().vector().detach().clone()
-        return {"samples": solved.z, "precision": precision, "weight": self._weight(), "report": solved.report()}
+        return {"samples": solved.z, "precision": precision, "weight": self._weight(), "report": report}
 
     def _weight(self) -> float:
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())

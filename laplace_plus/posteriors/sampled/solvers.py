@@ -21,6 +21,10 @@ from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Rows, S
 
 Preconditioner = Literal["none", "nystrom"]
 
+_PROBED_BATCHES, _POWER_ITERATIONS = 4, 8
+"""Batches, and power iterations on each, that decide on a learning rate. They find most of the largest eigenvalue, and
+:func:`learning_rate` adds a fifth."""
+
 MOMENTUM, FINAL, CLIP = 0.9, 1 / 330, 10.0
 """Of gradient descent: Nesterov's momentum, the part of the learning rate that is left at the last step, and the length
 of gradients at most, relative to the gradient at zero. A small one would bias the solution, as gradients of single
@@ -78,6 +82,29 @@ class SGDSolver:
         if self.learning_rate is not None:
             checks.positive("learning_rate", self.learning_rate)
         checks.positive("tolerance", self.tolerance)
+
+
+def learning_rate(system: PriorUnits, draws: Draws) -> float:
+    """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.
+
+    A single batch is the system itself: ``1/(1 + λ)``. With several, momentum μ amplifies the gradient noise, and
+    ``(1 − μ)/(1 + λ)`` keeps it from growing.
+    """
+    largest, few = 0.0, draws.prior[:2]
+    for _, product in zip(range(_PROBED_BATCHES), system.curvature.minibatches()):  # noqa: B905
+        largest = max(largest, largest_eigenvalue(partial(system.image, product=product), few, _POWER_ITERATIONS))
+    return (1 if system.curvature.n_batches == 1 else 1 - MOMENTUM) / (1 + 1.2 * largest)
+
+
+def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:
+    """A lower bound of the largest eigenvalue of a positive semi-definite matrix, by power iterations on a few rows."""
+    vectors = start / start.norm(dim=-1, keepdim=True)
+    found = torch.zeros(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    for _ in range(iterations):
+        vectors = product(vectors)
+        found = vectors.norm(dim=-1)
+        vectors = vectors / found.clamp_min(1e-30)[:, None]
+    return float(found.max())
 
 
 def descend(
@@ -145,7 +172,7 @@ class TangentProblem:
                 u, n = found.value, int(found.iterations.max())
             else:
                 n = solver.epochs or max(10, -(-1000 // curvature.n_batches))
-                rate = solver.learning_rate or system.learning_rate(draws, MOMENTUM)
+                rate = solver.learning_rate or learning_rate(system, draws)
 
                 def products() -> Iterator[Rows]:
                     return (partial(system.system, product=product) for product in curvature.minibatches())

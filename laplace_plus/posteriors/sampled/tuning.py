@@ -175,7 +175,7 @@ class Alternation:
             steps.append(self._step(precision, noise, current, found, squares))
             precision, noise, optimum = steps[-1].prior_precision, steps[-1].noise_std, found.vector
             current = self._problem.solve(self._system(precision, noise), self._draws, current.z)
-            sound = sound and found.converged and current.converged
+            sound = sound and found.converged and current.report.converged
             if steps[-1].residual < options.tolerance:
                 break
         residual, tolerance = steps[-1].residual, options.tolerance

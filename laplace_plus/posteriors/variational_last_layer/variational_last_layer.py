@@ -28,7 +28,6 @@ from laplace_plus.posteriors.gaussian import MANY_LEVELS
 from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_same_data
-from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.bounds import (
     Bound,
     Gaussians,
@@ -39,7 +38,7 @@ from laplace_plus.posteriors.variational_last_layer.bounds import (
 )
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, pick, require_outputs, wants_variances
 from laplace_plus.tuning import Tuner, TuningResult
-from laplace_plus.tuning.base import tunes_noise
+from laplace_plus.tuning.base import VariationalBound, tunes_noise
 
 
 @stored

@@ -28,13 +28,12 @@ from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.registry import get_posterior, resolve_option
 from laplace_plus.posteriors.state import of_state
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
-from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive import from_samples
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.auto import TOLERANCE
-from laplace_plus.tuning.base import require_only
+from laplace_plus.tuning.base import VariationalBound, require_only
 from laplace_plus.tuning.deletions import INTERPOLATION
 from laplace_plus.tuning.leave_one_out import leave_one_out
 
