@@ -220,7 +220,7 @@ class SpectralField(NoiseField):
                 largest = values.amax().clamp(min=0)
                 if bool(product(start[None])[0].norm() <= 1e-7 * largest * start.norm()):
                     return values, vectors  # only the null space is left
-            found = linalg.lanczos(product, start, most - len(values), check_symmetry=False, dtype=point.dtype)
+            found = linalg.lanczos(product, start, most - len(values), check_symmetry=False)
             rank = int(found.rank)
             ritz, basis = torch.linalg.eigh(found.tridiagonal()[:rank, :rank])
             values, vectors = torch.cat([values, ritz]), torch.cat([vectors, basis.mT @ found.vectors[:rank]])

@@ -68,9 +68,7 @@ class LossLandscape(Landscape):
         progress: Whether to show a progress bar for each pass over streamed data.
 
     Attributes:
-        network: The network.
-        likelihood: The likelihood.
-        linearized: As given.
+        network, likelihood, linearized: As given.
         prior_precision: P₀'s diagonal, ``[P]``.
         vector: θ̂, the network's weights, ``[P]``.
         first_order: What computes gradients: ``expect(count)`` tells it how many are to come, so that they are traced
@@ -165,9 +163,8 @@ class LossLandscape(Landscape):
             for batch in self._batches():
                 size = batches.batch_size(batch.target)
                 if not batches.can_be_cut(batch.inputs, size):
-                    what = "The batches cannot be cut into examples."
-                    expected, got = "inputs with the examples along their first axis", batches.describe(batch.inputs)
-                    raise UnsupportedError(what, expected=expected, got=got, fix="Use all data.")
+                    got = batches.describe(batch.inputs)
+                    raise UnsupportedError("The batches cannot be cut into examples.", got=got, fix="Use all data.")
                 for own, chosen in zip(parts, indices, strict=True):
                     here = (chosen[(chosen >= first) & (chosen < first + size)] - first).tolist()
                     if here:
@@ -269,19 +266,14 @@ class LossLandscape(Landscape):
             for some in self._stream.chunks(len(points)):
                 yield batch, line, some
 
-    def ggn(self, point: Tensor, data: Iterable[Any] | None = None) -> GGNOperator:
+    def ggn(self, point: Tensor) -> GGNOperator:
         """``Σ_n J_nᵀ Λ_n J_n`` of the data's loss at ``point [P]``, neither tempered nor with the prior's part.
-
-        Args:
-            point: ``[P]``.
-            data: Some of the batches of :meth:`data`; by default all.
 
         Raises:
             NonFiniteError: The outputs are not finite there.
         """
-        data = self.data() if data is None else data
         moved = MovedNetwork(self.network, point)
-        return GGNOperator(moved, self.likelihood, data, chunk_size=self._stream.chunk_size)
+        return GGNOperator(moved, self.likelihood, self.data(), chunk_size=self._stream.chunk_size)
 
     def largest_curvature(self, point: Tensor) -> float:
         """The largest eigenvalue of L's Gauss-Newton matrix at ``point [P]``.

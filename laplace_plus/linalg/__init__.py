@@ -3,30 +3,18 @@
 An *operator* is any callable on row-stacked vectors ``[..., n] -> [..., m]``, or an :class:`Operator`. All results are
 differentiable in the vectors and in the tensors that the operator depends on; no graph of a product is stored.
 
-======================================  ============================================================================
-to get …                                use
-======================================  ============================================================================
-eigenvalues of a symmetric operator     :func:`eigsh`; a whole Krylov space: :func:`lanczos`
-singular values                         :func:`bidiagonalize`; eigenvalues of any square operator: :func:`arnoldi`
-``f(A) v``, ``vᵀ f(A) v``               :func:`matrix_function`, :func:`bilinear`
-``log det A``, ``tr f(A)``              :func:`slq_logdet`, :func:`slq_trace`
-``tr A``, ``diag A``                    :func:`trace`, :func:`diagonal`
-``A⁻¹ b`` for a positive definite A     :func:`cg`
-``argmin ‖Ax − b‖² + λ²‖x‖²``           :func:`lsmr`
-projection of v onto the null space     :func:`project_null_space`
-a low-rank approximation                :func:`nystrom`
-======================================  ============================================================================
+``docs/linalg.md`` tells which function is for which job, with costs and examples.
 
 Common arguments:
 
 * ``parameters``: The tensors to differentiate in, where they cannot be found from the operator or are not leaves of
   the autograd graph of a product.
-* ``dtype``, ``device``: Type and device of the vectors; by default those of the given vectors, or else of the
-  operator's tensors. Half precision is used for products only: recurrences run in float32.
+* ``dtype``, ``device``: Type and device of random vectors; by default those of the operator's tensors. Half precision
+  is used for products only: recurrences run in float32.
 * ``generator``: Source of the randomness; torch's global generator by default.
 
 Estimates come as an :class:`Estimate` with a standard error, solutions as a :class:`Solution` with a residual and a
-:class:`Status`. ``docs/linalg.md`` has costs and examples.
+:class:`Status`.
 """
 
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize

@@ -63,8 +63,6 @@ def bidiagonalize(
     rmatvec: Matvec | None = None,
     m: int | None = None,
     parameters: Iterable[Tensor] | None = None,
-    tolerance: float | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Bidiagonalization:
     """Decompose an m × n operator from a start vector of length n, with full re-orthogonalisation of both sides.
 
@@ -76,7 +74,7 @@ def bidiagonalize(
     length of A's output vectors: by default the operator's, or n for a plain callable.
 
     Raises:
-        ConfigurationError: A bad start vector, depth or tolerance.
+        ConfigurationError: A bad start vector or depth.
         OperatorError: A start vector of zero, an operator of another shape or type, or a wrong transpose.
         NonFiniteError: NaN or infinity in a start vector or a product.
 
@@ -88,14 +86,14 @@ def bidiagonalize(
         >>> [round(float(s), 6) for s in torch.linalg.svdvals(result.bidiagonal())]
         [6.708204, 2.236068]
     """
-    start = start_vectors(v, depth, dtype, tolerance)
+    start = start_vectors(v, depth)
     n = start.shape[-1]
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
     single = start.ndim == 1
     A = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=start.dtype, single=single)
     start = pad(start, (m, 0))
-    space = KrylovSpace(_Augmented(A), start, tolerance=tolerance)
+    space = KrylovSpace(_Augmented(A), start)
     found = LanczosDecomposition(*decomposition(space, start, 2 * min(depth, m, n)))
     # Where A v lies in the span of the left vectors, the right vector v is dropped and stays in the residual.
     rank, steps = found.rank // 2, found.vectors.shape[-2]

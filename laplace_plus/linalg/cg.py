@@ -24,7 +24,6 @@ def cg(
     atol: float = 0.0,
     max_iterations: int | None = None,
     parameters: Iterable[Tensor] | None = None,
-    dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> Solution:
     """Solve ``A x = b`` for a symmetric positive-definite A by preconditioned conjugate gradients.
@@ -49,7 +48,6 @@ def cg(
         atol: Absolute tolerance.
         max_iterations: Cap; ``max(1000, 10 n)`` by default.
         parameters: The tensors to differentiate in.
-        dtype: Type of the vectors, to which b and x0 are converted.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -70,13 +68,13 @@ def cg(
         >>> cg(lambda v: v @ A.T, torch.tensor([3.0, 4.0])).value.round(decimals=4)
         tensor([1., 1.])
     """
-    b = vectors_of("b", b, dtype)
+    b = vectors_of("b", b)
     n = b.shape[-1]
     problem = Problem("cg", b, n, atol=atol, rtol=rtol, max_iterations=max_iterations, progress=progress)
     A = problem.map(matvec, n, symmetric=True, parameters=parameters)
     P = None if preconditioner is None else problem.map(preconditioner, n, parameters=(), name="preconditioner")
     if x0 is not None:
-        x0 = vectors_of("x0", x0, dtype)
+        x0 = vectors_of("x0", x0)
         if x0.shape != b.shape or x0.dtype != b.dtype:
             what, got = "x0 does not fit the right-hand sides.", f"{tuple(x0.shape)} of {x0.dtype}"
             raise ConfigurationError(what, expected=f"{tuple(b.shape)} of {b.dtype}", got=got)

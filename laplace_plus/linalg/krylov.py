@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_plus.checks import count, number
+from laplace_plus.checks import count
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, orthogonalize, vector_norm
 from laplace_plus.linalg.estimates import working_type
@@ -95,8 +95,6 @@ def arnoldi(
     *,
     rmatvec: Matvec | None = None,
     parameters: Iterable[Tensor] | None = None,
-    tolerance: float | None = None,
-    dtype: torch.dtype | None = None,
 ) -> ArnoldiDecomposition:
     """Decompose an operator on the Krylov space of a vector, by Arnoldi's process with full re-orthogonalisation.
 
@@ -109,13 +107,10 @@ def arnoldi(
         v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
         depth: K; at most n steps are taken.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
-            default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
         parameters: The tensors to differentiate in.
-        dtype: Type of the vectors.
 
     Raises:
-        ConfigurationError: A bad start vector, depth or tolerance.
+        ConfigurationError: A bad start vector or depth.
         OperatorError: A start vector of zero, or an operator of another shape or type.
         NonFiniteError: NaN or infinity in a start vector or a product.
 
@@ -126,8 +121,8 @@ def arnoldi(
         >>> result.hessenberg.tolist(), result.converged
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
-    start = start_vectors(v, depth, dtype, tolerance)
-    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
+    start = start_vectors(v, depth)
+    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters)
     return ArnoldiDecomposition(*decomposition(space, start, depth))
 
 
@@ -138,9 +133,7 @@ def lanczos(
     depth: int,
     *,
     parameters: Iterable[Tensor] | None = None,
-    tolerance: float | None = None,
     check_symmetry: bool = True,
-    dtype: torch.dtype | None = None,
 ) -> LanczosDecomposition:
     """Decompose a symmetric operator on the Krylov space of a vector, with full re-orthogonalisation.
 
@@ -152,7 +145,7 @@ def lanczos(
     takes no product.
 
     Raises:
-        ConfigurationError: A bad start vector, depth or tolerance.
+        ConfigurationError: A bad start vector or depth.
         OperatorError: A start vector of zero, or an operator of another shape or type, or one that is not symmetric.
         NonFiniteError: NaN or infinity in a start vector or a product.
 
@@ -163,29 +156,26 @@ def lanczos(
         >>> [round(x, 6) for x in torch.linalg.eigvalsh(result.tridiagonal()).tolist()]
         [1.0, 2.0, 4.0]
     """
-    start = start_vectors(v, depth, dtype, tolerance)
-    space = KrylovSpace(
-        matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
-    )
+    start = start_vectors(v, depth)
+    space = KrylovSpace(matvec, start, symmetric=True, parameters=parameters, check_symmetry=check_symmetry)
     return LanczosDecomposition(*decomposition(space, start, depth))
 
 
-def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None, tolerance: float | None) -> Tensor:
-    """Start vectors of a Krylov space in ``dtype``, if given; ConfigurationError for bad arguments."""
+def start_vectors(v: Tensor, depth: int) -> Tensor:
+    """The start vectors of a Krylov space; ConfigurationError for bad arguments."""
     count("depth", depth)
-    if tolerance is not None:
-        number("tolerance", tolerance, least=0.0)
-    return vectors_of("v", v, dtype)
+    return vectors_of("v", v)
 
 
 class KrylovSpace:
     """The Arnoldi process with full re-orthogonalisation for a stack of start vectors, which can be continued.
 
+    A space is invariant where a new vector w before its normalisation is rounding error: at most ten times machine
+    epsilon times ``max_j ‖A q_j‖``.
+
     Args:
         matvec: A; for one start vector ``[n]`` it gets single vectors. Further arguments as for :class:`LinearMap`.
         start: ``[n]`` or ``[..., n]``, not zero.
-        tolerance: The Krylov space is invariant where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖``; ten times machine epsilon by
-            default. It is also where ``‖w‖`` is below ten times machine epsilon times its own ``‖A q_k‖``.
         check_symmetry: Whether to check a symmetric operator.
 
     Attributes:
@@ -207,7 +197,6 @@ class KrylovSpace:
         rmatvec: Matvec | None = None,
         symmetric: bool = False,
         parameters: Iterable[Tensor] | None = None,
-        tolerance: float | None = None,
         check_symmetry: bool = True,
     ):
         options: dict[str, Any] = {"rmatvec": rmatvec, "symmetric": symmetric, "parameters": parameters}
@@ -217,7 +206,6 @@ class KrylovSpace:
         rows = start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
         self._outer, self._check = start.dtype, check_symmetry
         self._rounding = 10 * torch.finfo(rows.dtype).eps
-        self._limit = self._rounding if tolerance is None else tolerance
         self.norm = vector_norm(rows)
         self._basis = self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])
         self._hessenberg = self.matrix = rows.new_zeros(len(rows), 0, 0)
@@ -256,7 +244,7 @@ class KrylovSpace:
             size = vector_norm(rest)
             self.residual = torch.where(self._active[:, None], rest, self.residual)
             self.rank = self.rank + self._active
-            small = torch.maximum(self._limit * self._largest, self._rounding * length)
+            small = self._rounding * self._largest
             # NaN and overflow do not count as invariant, so that they are reported as such.
             self._active = self._active & ~((size <= small) & (small < torch.inf))
             self._size = torch.where(self._active, size, 0.0)

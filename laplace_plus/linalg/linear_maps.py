@@ -163,14 +163,14 @@ class LinearMap:
         return product
 
 
-def vectors_of(name: str, vectors: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A caller's vectors ``[..., n]`` in ``dtype``, if given; ``ConfigurationError`` for anything but real vectors."""
+def vectors_of(name: str, vectors: Tensor) -> Tensor:
+    """A caller's vectors ``[..., n]``; ``ConfigurationError`` for anything but a tensor of real vectors."""
     stacked = isinstance(vectors, Tensor) and vectors.ndim > 0 and vectors.shape[-1] > 0
     if not stacked or not vectors.is_floating_point():
         what, expected = f"{name} must be a stack of vectors.", "a floating-point tensor [..., n]"
         got = f"{tuple(vectors.shape)} of {vectors.dtype}" if isinstance(vectors, Tensor) else repr(vectors)
         raise ConfigurationError(what, expected=expected, got=got)
-    return vectors if dtype is None else vectors.to(dtype)
+    return vectors
 
 
 def checked_product(
@@ -190,7 +190,7 @@ def checked_product(
         if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
             raise
         expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
-        fix = "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, and pass dtype= if types differ."
+        fix = "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, and give vectors of its type."
         what, got = f"The {name} failed: {error}", type(error).__name__
         raise OperatorError(what, expected=expected, got=got, fix=fix) from error
     is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim

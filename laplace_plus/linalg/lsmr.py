@@ -53,7 +53,6 @@ def lsmr(
     max_iterations: int | None = None,
     n: int | None = None,
     parameters: Iterable[Tensor] | None = None,
-    dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> LeastSquaresSolution:
     """Minimise ``‖A x - b‖² + λ² ‖x‖²`` by LSMR, for A of any shape and rank.
@@ -86,7 +85,6 @@ def lsmr(
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         n: Number of columns; otherwise it is taken from an operator's shape, or the shape of ``rmatvec(b)``.
         parameters: The tensors to differentiate in.
-        dtype: Type of the vectors, to which b is converted.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -106,7 +104,7 @@ def lsmr(
         >>> lsmr(lambda v: v @ A.T, lambda u: u @ A, torch.tensor([1.0, 0.0, -1.0])).value.round(decimals=4)
         tensor([ 1., -1.])
     """
-    b = vectors_of("b", b, dtype)
+    b = vectors_of("b", b)
     m, (n, spent) = b.shape[-1], other_length(n, matvec, 1, rmatvec, b, "rmatvec")
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}
     problem = Problem("lsmr", b, min(m, n), atol=atol, rtol=btol, **options)

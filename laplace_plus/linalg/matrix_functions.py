@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_plus.checks import count
+from laplace_plus.checks import count, number
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.estimates import working_type
@@ -59,7 +59,6 @@ def matrix_function(
     depth: int = 30,
     tolerance: float | None = None,
     cap: int = 100,
-    dtype: torch.dtype | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
     """``f(A) v`` for a symmetric operator.
@@ -81,7 +80,6 @@ def matrix_function(
         tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
             ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
         cap: Limit on the number of steps with a tolerance.
-        dtype: Type of the vectors.
         parameters: The tensors to differentiate in.
 
     Returns:
@@ -97,7 +95,7 @@ def matrix_function(
         >>> matrix_function(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.round(decimals=4)
         tensor([1., 2., 3.])
     """
-    start = start_vectors(v, depth, dtype, tolerance)
+    start = start_vectors(v, depth)
     space = SpectralSpace(matvec, start, parameters=parameters)
 
     def pullback(u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -115,7 +113,6 @@ def bilinear(
     depth: int = 30,
     tolerance: float | None = None,
     cap: int = 100,
-    dtype: torch.dtype | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
     """``vᵀ f(A) v`` for a symmetric operator, by Gauss quadrature.
@@ -136,7 +133,7 @@ def bilinear(
         >>> round(bilinear(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.item(), 4)
         6.0
     """
-    start = start_vectors(v, depth, dtype, tolerance)
+    start = start_vectors(v, depth)
     space = SpectralSpace(matvec, start, parameters=parameters)
 
     def result(forms: Tensor) -> Tensor:
@@ -186,6 +183,8 @@ def _evaluate(
 def _depths(depth: int, tolerance: float | None, cap: int) -> Iterator[int]:
     """The numbers of steps to try: ``depth``, and with a tolerance more of them up to ``cap``."""
     count("cap", cap)
+    if tolerance is not None:
+        number("tolerance", tolerance, least=0.0)
     depth = depth if tolerance is None else min(depth, cap)
     yield depth
     while tolerance is not None and depth < cap:
@@ -228,7 +227,6 @@ def arnoldi_function(
     tolerance: float | None = None,
     cap: int = 100,
     rmatvec: Matvec | None = None,
-    dtype: torch.dtype | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
     """``f(A) v`` for a square operator; for symmetric ones :func:`~laplace_plus.linalg.matrix_function` is cheaper.
@@ -256,7 +254,7 @@ def arnoldi_function(
         >>> found.value.round(decimals=4), found.converged  # cos 1 and sin 1
         (tensor([0.5403, 0.8415]), True)
     """
-    start = start_vectors(v, depth, dtype, tolerance)
+    start = start_vectors(v, depth)
     space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters)
     for steps in _depths(depth, tolerance, cap):
         now = ArnoldiDecomposition(*decomposition(space, start, steps))

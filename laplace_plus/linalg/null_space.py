@@ -56,7 +56,6 @@ def project_null_space(
     max_iterations: int | None = None,
     m: int | None = None,
     parameters: Iterable[Tensor] | None = None,
-    dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> LeastSquaresSolution:
     """``P v = v - A⁺A v``, the orthogonal projection of v onto the null space of A.
@@ -83,7 +82,7 @@ def project_null_space(
         >>> project_null_space(lambda v: v @ A.T, lambda u: u @ A, v).value.round(decimals=4)
         tensor([-1.,  1.,  5.])
     """
-    v = vectors_of("v", v, dtype)
+    v = vectors_of("v", v)
     n = v.shape[-1]
     m, spent = other_length(m, matvec, 0, matvec, v)
     options: Any = {"conlim": conlim, "max_iterations": max_iterations, "progress": progress}

@@ -180,10 +180,11 @@ class _Source:
 _Frame = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Vectors v, u for which ``Σ ⟨u, A v⟩`` is the product of a cotangent and the estimate, with the bases held fixed."""
 
-_Way = Callable[[_Source, int], tuple[Tensor, Tensor, Tensor, _Frame]]
-"""From the number of products: the estimate, its standard error, the probes and the frame of the derivative."""
+_Way = Callable[[_Source, Tensor, Tensor], tuple[Tensor, Tensor, _Frame]]
+"""From probes and their products: the estimate, its standard error, and the frame of the derivative."""
 
-_FEWEST = {"xtrace": 4, "xdiag": 4}  # other estimators take two products at least
+_TWICE = ("xtrace", "xdiag")
+"""Estimators that take two products for each probe; all need two probes at least."""
 
 
 def _estimate(
@@ -191,34 +192,33 @@ def _estimate(
 ) -> Estimate:
     """An estimate from ``matvecs`` products, or the exact result from n: the sum of samples of the unit vectors."""
     operator, n = source.operator, count("n", source.operator.n)
-    fewest = _FEWEST.get(name, 2)
-    count("matvecs", matvecs, min(fewest, n), f"{name} needs {fewest}, or n for the exact result.")
-    if matvecs >= n:
-        probes = torch.eye(n, dtype=source.wide, device=source.device)
-        value = sample(probes, source.multiply(probes)).sum(0)
-        sem, used, frame = torch.zeros_like(value), 0, lambda x: (probes, probes * x)
+    each = 2 if name in _TWICE else 1
+    count("matvecs", matvecs, min(2 * each, n), f"{name} needs {2 * each}, or n for the exact result.")
+    exact = matvecs >= n
+    probes = torch.eye(n, dtype=source.wide, device=source.device) if exact else source.draw(matvecs // each)
+    products = source.multiply(probes)
+    if exact:
+        value = sample(probes, products).sum(0)
+        sem, frame = torch.zeros_like(value), lambda x: (probes, probes * x)
     else:
-        value, sem, drawn, frame = way(source, matvecs)
-        used = len(drawn)
+        value, sem, frame = way(source, probes, products)
     require_finite("The estimator", value)
     spent = operator.matvecs
     value = attach_one(value.to(source.wide), operator.tensors, lambda x: operator.parameter_pullback(*frame(x)))
-    return Estimate(value, sem.to(source.wide), spent, True, probes=used)
+    return Estimate(value, sem.to(source.wide), spent, True, probes=0 if exact else len(probes))
 
 
 def _hutchinson(
-    sample: Callable[[Tensor, Tensor], Tensor], source: _Source, matvecs: int
-) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+    sample: Callable[[Tensor, Tensor], Tensor], source: _Source, probes: Tensor, products: Tensor
+) -> tuple[Tensor, Tensor, _Frame]:
     """The mean of samples of independent probes."""
-    probes = source.draw(matvecs)
-    samples = sample(probes, source.multiply(probes))
-    return samples.mean(0), standard_error(samples), probes, lambda x: (probes, x * probes / matvecs)
+    samples = sample(probes, products)
+    return samples.mean(0), standard_error(samples), lambda x: (probes, x * probes / len(probes))
 
 
-def _xtrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+def _xtrace(source: _Source, probes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, _Frame]:
     """Half of the products make a sketch of the range; the others multiply its basis."""
-    probes = source.draw(matvecs // 2)
-    sketch = Sketch(source.multiply(probes))
+    sketch = Sketch(products)
     products = source.multiply(sketch.basis)
     m, n = probes.shape
     basis, columns, lost = sketch.leave_one_out()
@@ -248,17 +248,15 @@ def _xtrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Fra
     own_samples = samples.diagonal()
     nearly_exact = len(lost) < m or m < 3  # noqa: PLR2004  # each sample is, where the rank is smaller
     error = standard_error(own_samples) if nearly_exact else _error(own_samples, samples)
-    return own_samples.mean(), error, probes, partial(_frame, probes, sketch)
+    return own_samples.mean(), error, partial(_frame, probes, sketch)
 
 
-def _xnystrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
-    probes = source.draw(matvecs)
-    sketch = source.multiply(probes)
+def _xnystrace(source: _Source, probes: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, _Frame]:
     m, n = probes.shape
     eps, norm = torch.finfo(source.dtype).eps, frobenius_norm(sketch)
     if norm == 0:
         zero = torch.zeros((), dtype=torch.float64, device=source.device)
-        return zero, zero, probes, lambda x: _frame(probes, Sketch(sketch), x)
+        return zero, zero, lambda x: _frame(probes, Sketch(sketch), x)
     # A shift of the size of rounding makes the core positive definite also for a singular operator.
     shift = eps * norm / n**0.5
     shifted = sketch + shift * probes
@@ -280,13 +278,12 @@ def _xnystrace(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _
     gone = own * gram.diagonal()[:, None] - 2 * inverse * gram + own[:, None] * gram.diagonal()
     factors = (n - m + 2) * (length[:, None] - apart.square() / length)
     error = _error(samples, root + (factors * own - gone) / determinant)
-    return samples.mean(), error, probes, lambda x: _frame(probes, Sketch(sketch), x)
+    return samples.mean(), error, lambda x: _frame(probes, Sketch(sketch), x)
 
 
-def _xdiag(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Frame]:
+def _xdiag(source: _Source, probes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, _Frame]:
     """Half of the products make a sketch of the range; the others multiply its basis with the transpose."""
-    probes = source.draw(matvecs // 2)
-    sketch = Sketch(source.multiply(probes))
+    sketch = Sketch(products)
     products = source.multiply(sketch.basis, transposed=True)
     basis, (change, columns, lost) = sketch.basis, sketch.leave_one_out()
     to_range = change.mT.to(basis.dtype)
@@ -309,7 +306,7 @@ def _xdiag(source: _Source, matvecs: int) -> tuple[Tensor, Tensor, Tensor, _Fram
         cotangents = torch.cat([average.to(basis.dtype) @ kept, (weighted - inside @ kept) / m])
         return torch.cat([cotangent * kept, probes]), cotangents
 
-    return captured + samples.mean(0), spread, probes, frame
+    return captured + samples.mean(0), spread, frame
 
 
 class Sketch:

@@ -48,10 +48,3 @@ def test_invariant_subspaces():
     found = arnoldi(lambda x: x * d, v, 4)
     assert found.rank.tolist() == [1, 3] and found.hessenberg.shape == (2, 3, 3) and found.converged
     assert not found.vectors[0, 1:].any() and not found.hessenberg[0, 1:].any() and not found.hessenberg[0, :, 1:].any()
-    # a looser tolerance ends a decomposition earlier
-    a = torch.diag(d) + 1e-6 * normal(4, 4)
-    assert arnoldi(lambda x: x @ a.T, v[1], 4).rank == 4
-    # though not below rounding: there is no direction left
-    assert arnoldi(lambda x: x * d, v, 4, tolerance=0.0).rank.tolist() == [1, 3]
-    loose = arnoldi(lambda x: x @ a.T, v[1], 4, tolerance=1e-4)
-    assert loose.rank == 3 and 0 < float(loose.residual.norm()) < 1e-4

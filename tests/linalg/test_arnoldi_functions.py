@@ -151,7 +151,7 @@ def test_an_invariant_space_is_exact():
 
 
 def test_half_precision_is_for_products_only():
-    found = arnoldi_function(lambda v: v @ MATRIX.T.to(v.dtype), exp, VECTORS[0], dtype=torch.bfloat16, depth=4)
+    found = arnoldi_function(lambda v: v @ MATRIX.T.to(v.dtype), exp, VECTORS[0].bfloat16(), depth=4)
     assert found.value.dtype == torch.float32
 
 

@@ -115,7 +115,7 @@ def test_an_operator_that_is_not_symmetric():
 
 def test_types():
     a = with_spectrum(torch.linspace(1, 2, 12, dtype=float64))
-    found = lanczos(lambda x: x @ a.float(), normal(12), 4, dtype=torch.float32)
+    found = lanczos(lambda x: x @ a.float(), normal(12).float(), 4)
     assert found.vectors.dtype == torch.float32
     half = lanczos(lambda x: x @ a.to(torch.bfloat16), normal(12).to(torch.bfloat16), 4)
     assert half.vectors.dtype == torch.float32 and loss_of_orthogonality(half) <= 1e-6
@@ -160,15 +160,6 @@ def test_orthogonal_among_roundings(width, dtype):
     found = lanczos(lambda x: x * spectrum, normal(n, seed=1).to(dtype), 100)
     loss = (found.vectors @ found.vectors.T - torch.eye(len(found.vectors), dtype=dtype)).abs().max()
     assert loss <= 40 * eps
-
-
-@pytest.mark.parametrize(("dtype", "decades"), [(torch.float32, 8), (torch.float32, 16), (float64, 30)], ids=str)
-def test_all_directions_of_a_nearly_singular_operator(dtype, decades):
-    spectrum = torch.logspace(0, -decades, 60, dtype=float64).to(dtype)
-    found = lanczos(lambda x: x * spectrum, normal(60, seed=1).to(dtype), 60, tolerance=0.0)
-    k = len(found.vectors)
-    assert k > len(lanczos(lambda x: x * spectrum, normal(60, seed=1).to(dtype), 60).vectors)
-    assert (found.vectors @ found.vectors.T - torch.eye(k, dtype=dtype)).abs().max() <= 20 * torch.finfo(dtype).eps
 
 
 def test_a_long_single_precision_basis_with_an_outlier():

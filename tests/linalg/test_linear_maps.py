@@ -94,25 +94,6 @@ def test_types_are_found_in_what_holds_a_network():
         assert linalg.trace(operator, N).value.dtype == torch.float64
 
 
-def test_solvers_convert_to_a_given_type():
-    a, b = definite(), B.float().requires_grad_()
-    solution = linalg.cg(lambda v: v @ a, b, dtype=torch.float64)
-    assert solution.value.dtype is torch.float64
-    torch.testing.assert_close(solution.value.detach(), torch.linalg.solve(a, b.detach().double()))
-    solution.value.sum().backward()
-    torch.testing.assert_close(b.grad, torch.linalg.inv(a).sum(0).float())
-
-
-def test_least_squares_convert_to_a_given_type():
-    a, b = draw(N, 3), B.float()
-    forward, adjoint = (lambda v: v @ a.T), (lambda u: u @ a)
-    found = linalg.lsmr(forward, adjoint, b, dtype=torch.float64).value
-    torch.testing.assert_close(found, torch.linalg.lstsq(a, b.double()[:, None]).solution[:, 0])
-    v = draw(3, seed=2).float()
-    projected = linalg.project_null_space(forward, adjoint, v, dtype=torch.float64).value
-    torch.testing.assert_close(projected, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_transpose_is_found_without_gradients(mode):
     a, b = draw(N, 3), B
