@@ -24,8 +24,9 @@ from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
+from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, GENERAL, MATRIX
+from laplace_plus.structured.one_hot import EmbeddingGradients
 
 
 class ParameterRows(NamedTuple):

@@ -25,18 +25,10 @@ from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.invariant import examined, use_gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
-from laplace_plus.structured.gradients import (
-    DenseGradients,
-    EmbeddingGradients,
-    ExampleGradients,
-    JoinedGradients,
-    OuterGradients,
-    OutputLayerGradients,
-    SelectedGradients,
-    concatenate,
-    slices,
-)
+from laplace_plus.structured.composed import JoinedGradients, SelectedGradients
+from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, OuterGradients, concatenate, slices
 from laplace_plus.structured.layout import GENERAL, MATRIX, Layout, ParameterSlices
+from laplace_plus.structured.one_hot import EmbeddingGradients, OutputLayerGradients
 
 COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""

@@ -23,7 +23,8 @@ from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.network.calls import FIRST, Call, ExampleAxis, ParameterRows, by_example
 from laplace_plus.network.capture import Capture, generic
 from laplace_plus.network.network import Network
-from laplace_plus.structured.gradients import EmbeddingGradients, ExampleGradients, OuterGradients
+from laplace_plus.structured.gradients import ExampleGradients, OuterGradients
+from laplace_plus.structured.one_hot import EmbeddingGradients
 
 Rows = ExampleAxis | Tensor | None
 """Which example each row of a call's output belongs to: an axis, an order of axis 0, or None for no single one."""

@@ -9,10 +9,11 @@ exact curvature of a softmax output layer with many classes.
 from laplace_plus.structured.blocks import Basis, Block, Factor, IdentityBasis, register_block
 from laplace_plus.structured.dense import DenseBasis, DenseBlock
 from laplace_plus.structured.eigen import DiagonalBlock, EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
+from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.gram_sum import GramSum
 from laplace_plus.structured.kronecker import KroneckerBasis, KroneckerBlock
 from laplace_plus.structured.low_rank import LowRankBlock, SampledSpectrum
+from laplace_plus.structured.one_hot import EmbeddingGradients
 
 __all__ = [
     "Basis",

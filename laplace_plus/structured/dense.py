@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from laplace_plus.kernels import require_finite, symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
+from laplace_plus.structured.composed import MappedGradients
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients, MappedGradients
+from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients
 from laplace_plus.structured.gram_sum import GramSum, combine
 from laplace_plus.structured.log_determinants import require_positive
 
@@ -36,22 +37,13 @@ _WRITTEN = 256 * MIB
 
 @dataclass(frozen=True)
 class DenseBasis(Basis):
-    """``R = diag(scale) U`` with orthogonal ``U [G, n, n]``, n = o·i.
-
-    Attributes:
-        vectors: ``U``.
-        scale: ``[G, n]`` or None for ones.
-    """
+    """Any invertible matrices R, ``vectors [G, n, n]`` with n = o·i."""
 
     vectors: Tensor
-    scale: Tensor | None = None
-
-    def _matrix(self) -> Tensor:
-        return self.vectors if self.scale is None else self.scale[..., None] * self.vectors
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
-        mapped, n_examples = MappedGradients(gradients, self._matrix()), gradients.n_examples
+        mapped, n_examples = MappedGradients(gradients, self.vectors), gradients.n_examples
         if n_examples * gradients.bytes_each() > _WRITTEN:
             return mapped
         return DenseGradients(mapped.dense(slice(0, n_examples)))
@@ -59,11 +51,11 @@ class DenseBasis(Basis):
     @override
     def expand(self, coordinates: Tensor) -> Tensor:
         flat = coordinates.flatten(2)
-        return (self._matrix() @ flat.movedim(0, -1)).movedim(-1, 0).reshape(coordinates.shape)
+        return (self.vectors @ flat.movedim(0, -1)).movedim(-1, 0).reshape(coordinates.shape)
 
     @override
     def diagonal(self, variances: Tensor) -> Tensor:
-        return (self._matrix().square() @ variances.flatten(1)[..., None]).view_as(variances)
+        return (self.vectors.square() @ variances.flatten(1)[..., None]).view_as(variances)
 
 
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -153,7 +145,7 @@ class DenseBlock(EigenBlock):
         scale = diagonal.flatten(1).rsqrt()
         values, vectors = symmetric_eigen(scale[..., None] * self.dense(weights) * scale[:, None, :])
         values = clamp_rounding(values).view(self.shape) + 1
-        return EigenFactor(DenseBasis(vectors, scale), values, scale.log().sum() * -2)
+        return EigenFactor(DenseBasis(scale[..., None] * vectors), values, scale.log().sum() * -2)
 
     def _inverse_root(self, matrix: Tensor, diagonal: Tensor) -> EigenFactor | None:
         """``H + D`` as a factor by ``M⁻¹ = L⁻ᵀ L⁻¹`` in float64; None unless ``H + D/1000`` is positive definite."""

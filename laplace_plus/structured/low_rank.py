@@ -15,7 +15,8 @@ from typing_extensions import override
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
-from laplace_plus.structured.gradients import MIB, DerivedGradients, ExampleGradients, slices
+from laplace_plus.structured.composed import DerivedGradients
+from laplace_plus.structured.gradients import MIB, ExampleGradients, slices
 from laplace_plus.structured.log_determinants import require_positive
 
 

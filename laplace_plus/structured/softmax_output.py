@@ -32,8 +32,9 @@ from typing_extensions import override
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Block, Factor, IdentityBasis, register_block
 from laplace_plus.structured.dense import DenseBlock, clamp_rounding
-from laplace_plus.structured.gradients import MIB, ExampleGradients, OutputLayerGradients, slices
+from laplace_plus.structured.gradients import MIB, ExampleGradients, slices
 from laplace_plus.structured.log_determinants import Spectrum, require_positive
+from laplace_plus.structured.one_hot import OutputLayerGradients
 
 _BYTES = 8
 """Everything is computed in float64: under tuned priors ``I + S_c`` of trained networks is too ill-conditioned for

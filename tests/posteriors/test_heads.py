@@ -11,8 +11,8 @@ import laplace_plus as lp
 from laplace_plus.curvature import structures
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured import DenseGradients, OuterGradients
-from laplace_plus.structured.gradients import OutputLayerGradients
 from laplace_plus.structured.gram_sum import DiagonalSum
+from laplace_plus.structured.one_hot import OutputLayerGradients
 from laplace_plus.structured.softmax_output import SoftmaxOutputBlock, SoftmaxOutputFactor, SoftmaxOutputRows
 
 TIGHT = 1e-10

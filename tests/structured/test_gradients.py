@@ -8,15 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_plus.structured import DenseGradients, EmbeddingGradients, KroneckerBasis, OuterGradients
-from laplace_plus.structured.gradients import (
-    JoinedGradients,
-    MappedGradients,
-    OutputLayerGradients,
-    SelectedGradients,
-    base,
-    concatenate,
-)
+from laplace_plus.structured import gradients as gradients_file
+from laplace_plus.structured.composed import JoinedGradients, MappedGradients, SelectedGradients
+from laplace_plus.structured.gradients import concatenate
 from laplace_plus.structured.layout import ParameterSlices
+from laplace_plus.structured.one_hot import OutputLayerGradients
 
 EVERY = slice(None)
 MODES = ("full", "diagonal", "joint")
@@ -89,11 +85,12 @@ sizes = st.integers(1, 3)
 
 
 @settings(max_examples=15, deadline=None)
-@given(sizes, sizes, sizes, sizes, sizes, sizes, st.sampled_from([2**6, 2**20]), st.integers(0, 99))
-def test_gradients_are_their_matrices(v, b, s, g, o, i, mebibyte, seed):
+@given(sizes, sizes, sizes, sizes, sizes, sizes, st.sampled_from([2**8, 2**22]), st.integers(0, 99))
+def test_gradients_are_their_matrices(v, b, s, g, o, i, chunk, seed):
     generator = torch.Generator().manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "MIB", mebibyte)  # chunks of few examples, or of all
+        for name in ("_WRITTEN", "_JOINT", "_SIDES"):  # chunks of few examples, or of all
+            patch.setattr(gradients_file, name, chunk)
         for gradients, dense in cases(v, b, s, g, o, i, generator):
             assert gradients.shape == tuple(dense.shape[2:])
             close(gradients.dense(EVERY), dense)

@@ -9,7 +9,8 @@ from torch.autograd import gradcheck
 from laplace_plus.errors import NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg import lanczos
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
-from laplace_plus.structured.gradients import JoinedGradients, OuterGradients
+from laplace_plus.structured.composed import JoinedGradients
+from laplace_plus.structured.gradients import OuterGradients
 from laplace_plus.structured.layout import ParameterSlices
 
 N, RANK = 12, 4

@@ -7,7 +7,7 @@ import torch
 from problems import relative_error
 
 from laplace_plus.structured import softmax_output
-from laplace_plus.structured.gradients import OutputLayerGradients
+from laplace_plus.structured.one_hot import OutputLayerGradients
 from laplace_plus.structured.softmax_output import SoftmaxOutputFactor, SoftmaxOutputRows
 
 TIGHT = 1e-10

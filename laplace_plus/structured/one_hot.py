@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients.base import MIB, DenseGradients, ExampleGradients, OuterGradients, slices
+from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients, OuterGradients, slices
 
 _COMPACT = 16 * MIB
 """Bytes of a chunk of an embedding's gradients."""

@@ -1,4 +1,9 @@
-r"""Batched per-example gradients: the interface, gradients that are written out, and sums of outer products.
+r"""Batched per-example gradients, kept as sums of outer products for as long as possible.
+
+An :class:`ExampleGradients` holds one matrix for each of V cotangents and B examples, all of one shape ``[G, o, i]``
+(G independent groups of o × i matrices; G = 1 for all but grouped layers). The gradient of a linear layer is a matrix
+of rank S, the number of positions at which the layer is used. Its two sides take less memory and fewer operations than
+the matrix. Matrices are written out a bounded number at a time, and only where no other form takes fewer operations.
 
 For one example of a linear layer or a convolution ``P_v = Σ_s g_vs a_sᵀ`` with output gradients ``g [V, S, G, o]`` and
 inputs ``a [S, G, i]`` at S positions (tokens, pixels). Weighted inner products ``Q_vw = Σ_oi D_oi P_v,oi P_w,oi`` have

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients.base import ExampleGradients, times
-from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
+from laplace_plus.structured.gradients import ExampleGradients, times
 from laplace_plus.structured.layout import ParameterSlices
+from laplace_plus.structured.one_hot import OutputLayerGradients
 
 
 @dataclass
