@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
     DataError,
-    NoGainWarning,
     NonFiniteError,
     SmoothnessWarning,
 )
@@ -440,58 +438,3 @@ def test_kinks_are_warned_of_where_projections_are_differentiated():
     with pytest.warns(SmoothnessWarning, match="relu"):
         lp.VIKING(net, "classification", mode=training, n_samples=2).fit(data, generator=generator())
     lp.VIKING(net, "classification", n_samples=2).fit(data, generator=generator())
-
-
-# -- what it loses -----------------------------------------------------------------------------------------------------
-
-
-def noisy_classes(weight_decay, n_steps):
-    """A network trained on forty points whose labels are partly random, by decay of the summed loss; and the points."""
-    torch.manual_seed(0)
-    x = torch.randn(40, 2, dtype=D)
-    y = ((x[:, 0] > 0) ^ (torch.rand(40) < 0.2)).long()
-    net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 2)).double()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    for _ in range(n_steps):
-        optimizer.zero_grad()
-        squares = sum(parameter.square().sum() for parameter in net.parameters())
-        (nn.functional.cross_entropy(net(x), y, reduction="sum") + weight_decay / 2 * squares).backward()
-        optimizer.step()
-    return net, x, y
-
-
-def left_out_loss(net, x, y, posterior):
-    """What the posterior loses where data are left out, from dense matrices."""
-    network = Network(net, "all", posterior.likelihood.arrange)
-    theta = network.vector()
-    f, J = network(x), torch.func.jacrev(lambda v: network(x, network.substitute(v)))(theta)
-    p = f.softmax(-1)
-    g = p - nn.functional.one_hot(y, 2)
-    hessian = p.diag_embed() - p[:, :, None] * p[:, None]
-    training = -2 * torch.einsum("nc,ncp,p->", g, J, theta) / theta.square().sum()
-    precision = torch.einsum("ncp,ncd,ndq->pq", J, hessian, J) + training * torch.eye(len(theta), dtype=D)
-    V = J @ torch.linalg.solve(precision, J.mT)
-    shift = torch.linalg.solve(torch.eye(2, dtype=D) - V @ hessian, V @ g[..., None])[..., 0]
-    outputs = torch.stack([network(x, network.substitute(sample)) for sample in posterior.samples])
-    mean = (outputs + shift).softmax(-1).mean(0)
-    return nn.functional.nll_loss(mean.log(), y) - nn.functional.cross_entropy(f + shift, y)
-
-
-def test_training_says_that_left_out_data_are_predicted_worse():
-    net, x, y = noisy_classes(weight_decay=2.0, n_steps=300)
-    posterior = lp.VIKING(net, "classification", mode={"epochs": 2, "scale_epochs": 1}, projector="svd")
-    with pytest.warns(NoGainWarning) as caught:
-        posterior.fit([(x[:25], y[:25]), (x[25:], y[25:])], generator=generator())
-    (warning,) = [one for one in caught if one.category is NoGainWarning]
-    assert warning.filename == __file__
-    said = float(str(warning.message).split("loses ")[1].split()[0])
-    assert said == pytest.approx(float(left_out_loss(net, x, y, posterior)), rel=0.06)
-
-
-@pytest.mark.parametrize(("weight_decay", "n_steps"), [(1e-3, 600), (0.0, 5)], ids=["over-confident", "hardly trained"])
-def test_training_is_silent_where_left_out_data_do_not_speak_against_it(weight_decay, n_steps):
-    net, x, y = noisy_classes(weight_decay, n_steps)
-    posterior = lp.VIKING(net, "classification", mode={"epochs": 2, "scale_epochs": 1}, projector="svd")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NoGainWarning)
-        posterior.fit([(x, y)], generator=generator())

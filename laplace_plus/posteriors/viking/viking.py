@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import LaplacePlusError, NoGainWarning, warn
-from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
+from laplace_plus.geometry.loss import MovedNetwork, warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.null_space import ProjectionMethod
@@ -25,20 +24,13 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection.noise import NoiseState, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.registry import get_posterior, resolve_option
+from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.state import of_state
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, Expectation
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
-from laplace_plus.predictive import from_samples
 from laplace_plus.tuning import Tuner, TuningResult
-from laplace_plus.tuning.auto import TOLERANCE
 from laplace_plus.tuning.base import VariationalBound, require_only
-from laplace_plus.tuning.deletions import INTERPOLATION
-from laplace_plus.tuning.leave_one_out import leave_one_out
-
-AFFORDABLE = 1e11
-"""Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""
 
 WHY = "The evidence lower bound passes over the data again and again."
 
@@ -76,8 +68,8 @@ class VIKING(ProjectedNoisePosterior):
     It warns (ConvergenceWarning) if a projection or the search for α and σ_im did not converge, and (SmoothnessWarning)
     if the mean is trained through projections of a network that is not twice differentiable.
 
-    For classes it loses where the network is not over-confident, as after early stopping or with strong weight decay.
-    With up to some thousand weights, training ends with a NoGainWarning where left-out data show it: half of the cases.
+    For classes it loses where the network is not over-confident, as after early stopping or with strong weight decay:
+    compare on held-out data.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -149,34 +141,10 @@ class VIKING(ProjectedNoisePosterior):
             center = MovedNetwork(self.network, theta)
         self.squared_distance(center.vector())  # at zero the bound has no optimum
         noise = self._fit_noise(center, data, seed, progress=progress)
-        bound = BoundAtMean(elbo, center, noise, n_outputs)
-        logs, steps, _ = bound.maximise(logs)
+        logs, steps, _ = BoundAtMean(elbo, center, noise, n_outputs).maximise(logs)
         alpha, image_std = logs.exp()
         self._prior_precision = alpha.to(center.dtype)
-        size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
-        few = (n_data * n_outputs + size) * size**2 <= AFFORDABLE
-        if self.training is not None and self.likelihood.is_classifier and few:
-            self._warn_of_loss(bound, logs, data)
         return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), (*history, *steps), data_sum)
-
-    def _warn_of_loss(self, bound: BoundAtMean, logs: Tensor, data: Iterable[Any]) -> None:
-        """Leave out training data, under the prior with which the weights are nearest to a mode, as the network did."""
-        theta = self.network.vector()
-        slope = LossLandscape(self.network, self.likelihood, data, prior_precision=0.0).gradient(theta[None])[0]
-        away = theta - self._prior_mean.to(theta)
-        precision = -float((slope @ away) / away.square().sum())
-        own = get_posterior("Diagonal")(self.network.model, self.likelihood, parameters=self.parameter_names)
-        try:
-            left = leave_one_out(own.fit(data), data, prior_precision=precision, kappa=2.0, leverages="full")
-        except LaplacePlusError:  # the weights are far from any mode, or outputs differ in shape
-            return
-        outputs = torch.cat([bound.outputs(entry, logs) for entry in bound.entries()], 1) + left.displacement
-        log_prob = from_samples(self.likelihood, outputs).log_prob(left.targets)
-        worse = float(-log_prob.sum().double() / left.n_rows - left.nll(scale=0.0))
-        if worse > TOLERANCE and left.training_nll() >= INTERPOLATION:
-            what = f"Where training data are left out, this posterior loses {worse:.2g} nats against the network."
-            fix = 'Compare both on held-out data. If it predicts by sampled networks, try method="linearized".'
-            warn(f"{what} {fix}", NoGainWarning)
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
