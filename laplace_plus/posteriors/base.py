@@ -252,8 +252,8 @@ class Posterior(Predicting):
             tune_noise: With a shorthand, whether to tune Gaussian noise; by default whenever there is any.
             progress: Whether to show a progress bar.
             generator: Source of randomness, for tuners that draw samples.
-            **options: Further arguments of the tuner that a shorthand stands for. ``evidence="tangent"`` makes
-                ``lp.Tangent`` of the three by marginal likelihood.
+            **options: Further arguments of the tuner that a shorthand stands for. ``evidence="tangent"`` stands for
+                ``lp.Tangent``.
 
         Raises:
             NotFittedError: Before :meth:`fit`.

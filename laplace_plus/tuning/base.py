@@ -103,8 +103,8 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     """The tuner that a value, or a shorthand with options, stands for; ``tuners`` are those of the class ``owner``.
 
     ``"auto"`` is the tuner of that name, or the first; an option that only the first has asks for the first. An option
-    None means its default. ``method`` is another name for the shorthand, and ``evidence="tangent"`` makes it the method
-    of the tuner ``"tangent"``. UnsupportedError for a tuner that the class does not support, or if it supports none;
+    None means its default. ``method`` is another name for the shorthand, and ``evidence="tangent"`` for the tuner
+    ``"tangent"``. UnsupportedError for a tuner that the class does not support, or if it supports none;
     ConfigurationError for an unknown shorthand or option, or options beside a tuner.
     """
     given = {name: value for name, value in options.items() if value is not None}
@@ -118,25 +118,19 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
             raise ConfigurationError(what, expected="no options besides a tuner", got=", ".join(given))
         return tuner
     tuner = given.pop("method", "auto") if tuner == "auto" else tuner
-    name = tuner
+    name, auto = tuner, tuners.get("auto")
     if tuner == "auto":
-        auto, name = tuners.get("auto"), next(iter(tuners))
-        if auto is not None and "evidence" not in given and given.keys() <= {item.name for item in fields(auto)}:
-            name = "auto"  # what only the first tuner knows asks for that
-    evidence = given.pop("evidence", None) if "tangent" in tuners else None
-    if evidence is not None:
+        known = auto is not None and given.keys() <= {item.name for item in fields(auto)}
+        name = "auto" if known else next(iter(tuners))  # what only the first tuner knows asks for that
+    if "tangent" in tuners and tuner in ("auto", "marginal_likelihood", "tangent") and "evidence" in given:
         kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
+        evidence = given.pop("evidence")
         checks.choice("evidence", evidence, kinds)
-    if evidence == "tangent":
-        name = "tangent"
-        if tuner not in ("auto", "tangent"):
-            given["method"] = tuner
+        name = "tangent" if evidence == "tangent" else name
     if name not in tuners:
         raise unknown_option(owner, str(name), ("auto", *tuners), word="tuner (unknown method)")
     cls = tuners[name]
     own = [item.name for item in fields(cls)]
-    if "method" in own and name != "tangent":
-        given.setdefault("method", name)
     for option in given.keys() - set(own):
         raise unknown_option(f"{cls.__name__}, the tuner {name!r} of {owner},", option, own)
     return cls(**given)

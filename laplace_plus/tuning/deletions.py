@@ -302,7 +302,6 @@ class Losses(NamedTuple):
 
     losses: Tensor
     factors: Tensor
-    largest_leverage: float
     n_observations: float
 
 
@@ -353,7 +352,7 @@ def left_out_losses(
         # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
         losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
     losses = torch.where(valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
-    return Losses(losses.flatten(), factors.flatten(), float(torch.cat(largest).max()), n_observations)
+    return Losses(losses.flatten(), factors.flatten(), n_observations)
 
 
 def _loss(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None, options: Any) -> Tensor:

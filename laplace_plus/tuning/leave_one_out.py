@@ -67,11 +67,7 @@ class LeaveOneOutPredictions:
         outputs: ``f``, the network's outputs, shaped like ``mean``.
         targets: As the loader gave them.
         leverages: Largest eigenvalue of each unit's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
-        traces: Trace of each unit's ``V Λ``, ``[N]``; their sum is the effective number of parameters.
         likelihood: The distribution of targets given the outputs.
-        route: The curvature of leverages and displacements: ``"own"`` or ``"full"``; or ``"first_order"``, ``f + V g``
-            with leverages of zero.
-        unit: ``"example"`` or ``"position"``.
     """
 
     mean: Tensor
@@ -79,14 +75,10 @@ class LeaveOneOutPredictions:
     outputs: Tensor
     targets: Tensor
     leverages: Tensor
-    traces: Tensor
     likelihood: Likelihood
-    route: str
-    unit: str
 
     def __repr__(self) -> str:
-        largest = float(self.leverages.max())
-        return f"LeaveOneOutPredictions({len(self.mean)} {self.unit}s, leverages up to {largest:.3g})"
+        return f"LeaveOneOutPredictions({len(self.mean)} data, leverages up to {float(self.leverages.max()):.3g})"
 
     @property
     def displacement(self) -> Tensor:
@@ -190,14 +182,14 @@ def leave_one_out(
                 own, _, covariance = leave_out(covariance, batch.root, batch.gradient)
                 largest[-1] = torch.maximum(top, own[batch.kept].amax(-1))
             covariance = batch.by_position(covariance) * posterior.covariance_scale
-            parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, batch.leverages.sum(-1)))
+            parts.append((batch.mean, covariance, batch.outputs, batch.targets, top))
     deletions.check(largest)
     shapes = sorted({tuple(part[2].shape[1:]) for part in parts})
     if len(shapes) > 1:
         what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
         raise DataError(what, expected="as many positions in every batch", got=str(shapes), fix=fix)
-    mean, covariance, outputs, targets, top, traces = (torch.cat(own) for own in zip(*parts, strict=True))
-    return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
+    mean, covariance, outputs, targets, top = (torch.cat(own) for own in zip(*parts, strict=True))
+    return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, likelihood)
 
 
 def require_leave_one_out(posterior: Any) -> None:
@@ -217,8 +209,6 @@ class LeaveOneOutTuning(TuningResult):
     Attributes:
         training_prior_precision: That of the displacement, before the leverage factor.
         training_noise_std: The noise that belongs to it.
-        kappa: The leverage factor.
-        largest_leverage: At ``kappa`` times the precision of training.
         precisions: The precisions tried, at the initial noise, in ascending order, ``[G]``; factors where the precision
             has several entries.
         losses: The mean leave-one-out NLL of each, ``[G]``; infinite where leverages reached one.
@@ -226,8 +216,6 @@ class LeaveOneOutTuning(TuningResult):
 
     training_prior_precision: Tensor
     training_noise_std: Tensor | None
-    kappa: float
-    largest_leverage: float
     precisions: Tensor
     losses: Tensor
 
@@ -243,7 +231,6 @@ class LeaveOneOut:
         training_prior_precision: That of the displacement, for the loss summed over the data.
         weight_decay: Instead, of a classifier, the ``weight_decay`` of torch's SGD or Adam with the *mean* loss; as for
             :func:`laplace_plus.calibrate`. Takes one more pass, without derivatives.
-        training_noise_std: The noise that belongs to it; by default the likelihood's.
         kappa: Factor on the precision of training in leverages and displacements. 1 is the formula. On small ReLU
             networks, whose weights are no exact optimum, 1 overshoots what retraining gives, and 2 comes closer.
         leverages: As for :func:`laplace_plus.leave_one_out`.
@@ -261,7 +248,6 @@ class LeaveOneOut:
 
     training_prior_precision: float | Tensor | None = None
     weight_decay: float | None = None
-    training_noise_std: float | Tensor | None = None
     kappa: float = 2.0
     leverages: Leverages = "own"
     unit: Unit = "example"
@@ -340,8 +326,6 @@ class LeaveOneOut:
             n_evaluations=len(levels),
             training_prior_precision=training,
             training_noise_std=own if training_noise is None else as_hyperparameter(training_noise),
-            kappa=float(self.kappa),
-            largest_leverage=found.largest_leverage,
             precisions=levels,
             losses=losses,
         )
@@ -350,12 +334,12 @@ class LeaveOneOut:
         self, posterior: Tunable, model: LaplaceModel, data: Iterable[Any], progress: bool
     ) -> tuple[Tensor, Any]:
         """The prior precision of training, and the noise that belongs to it (None for the likelihood's)."""
-        precision, noise, before = self.training_prior_precision, self.training_noise_std, posterior.tuning
+        precision, noise, before = self.training_prior_precision, None, posterior.tuning
         if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
-            # The posterior's own precision is a tuned one, not that of training.
+            # The posterior's own precision and noise are tuned ones, not those of training.
             if precision is None and self.weight_decay is None:
                 precision = before.training_prior_precision
-            noise = before.training_noise_std if noise is None else noise
+            noise = before.training_noise_std
         if not check_training_prior(precision, self.weight_decay):
             raise unknown_training_prior()
         if self.weight_decay is not None:

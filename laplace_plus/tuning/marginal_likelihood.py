@@ -136,12 +136,6 @@ class Objective:
             return entries.sum()[None]
         return entries.new_zeros(self.n_precisions).index_add(0, self.model.layer_index.cpu(), entries)
 
-    def noise_grid(self) -> list[Tensor]:
-        """Log noise levels to start from; one empty tensor where they are not searched."""
-        if not self.tune_noise:
-            return [torch.zeros(0, dtype=torch.float64, device="cpu")]
-        return [self.model.residual_noise() + shift for shift in NOISE_SHIFTS]
-
     @cached_property
     def scales(self) -> Tensor:
         """Log precisions ``log d_g/‖θ̂−μ‖²_g`` of the parameters' own size, ``[n_precisions]``.
@@ -160,8 +154,11 @@ class Objective:
         quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
         levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
+        noises = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+        if self.tune_noise:
+            noises = [self.model.residual_noise() + shift for shift in NOISE_SHIFTS]
         # Where outputs have noise levels of their own, blocks keep the decomposition at the last ones.
-        pairs = [(level, noise) for noise in self.noise_grid() for level in levels]
+        pairs = [(level, noise) for noise in noises for level in levels]
         own = self.scales[: quick.n_precisions]
         with torch.no_grad():
             values = [quick.value(torch.cat([own + level, noise])) for level, noise in pairs]
@@ -279,12 +276,17 @@ class EvidencePoint:
         return replace(found, gradient=found.gradient.index_fill(0, settled.nonzero().squeeze(1), 0.0))
 
     def fixed_point_step(self, method: str) -> Tensor:
-        """The point after one step of ``"mackay"`` or ``"em"``; see :func:`updated_precision`."""
+        """The point after one step of ``"mackay"`` or ``"em"``, for groups of ``d_g`` entries.
+
+        MacKay's (1992) fixed point is ``λ_g = γ_g / ‖θ−μ‖²_g``; expectation maximisation is
+        ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``.
+        """
         objective = self.objective
         n, precision = objective.n_precisions, self.logarithms[: objective.n_precisions].exp()
         scatter, size = objective.scatter().clamp_min(1e-30), objective.sizes()
         effective = self.effective_parameters()
-        new = [updated_precision(method, precision, effective, size, scatter).clamp_min(1e-30).log()]
+        fixed = effective / scatter if method == "mackay" else size / (scatter + (size - effective) / precision)
+        new = [fixed.clamp_min(1e-30).log()]
         if objective.tune_noise:
             temperature = objective.temperature.double().cpu()
             sums, counts = objective.model.statistics.double().chunk(2)
@@ -293,15 +295,6 @@ class EvidencePoint:
             new.append(updated_noise(objective.model.statistics, noise_effective, temperature).log())
         low, high = objective.box
         return torch.cat(new).clamp(low, high)
-
-
-def updated_precision(method: str, precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
-    """New precisions of groups of ``d_g`` entries with ``γ_g`` effective parameters and squares ``‖θ−μ‖²_g``.
-
-    MacKay's (1992) fixed point, ``"mackay"``, is ``λ_g = γ_g / ‖θ−μ‖²_g``. Expectation maximisation, ``"em"``, is
-    ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``.
-    """
-    return effective / squares if method == "mackay" else size / (squares + (size - effective) / precision)
 
 
 def updated_noise(statistics: Tensor, effective: Tensor | float, temperature: Tensor | float) -> Tensor:

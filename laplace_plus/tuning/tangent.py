@@ -59,10 +59,6 @@ class TangentResult(TuningResult):
         effective_parameters: γ, how many parameters of each of these groups the data determine.
         n_iterations: Number of alternations.
         n_steps: Number of steps that the convex optimisation took, over all alternations.
-        optimum_gradient_norm: Euclidean norm of the penalised loss's gradient at θ*.
-        optimum_decrement: About how many nats the penalised loss at θ* lies above its least value.
-        pressing: The largest derivative by the logarithm of a hyperparameter at a limit of the search, beyond which
-            the evidence still rises.
         trace: The evidence M after each alternation.
         network_value: The evidence of the network's own weights at the same hyperparameters, for comparison.
     """
@@ -71,9 +67,6 @@ class TangentResult(TuningResult):
     effective_parameters: Tensor
     n_iterations: int
     n_steps: int
-    optimum_gradient_norm: float
-    optimum_decrement: float
-    pressing: float
     trace: tuple[float, ...]
     network_value: float
 
@@ -95,8 +88,6 @@ class Tangent(EvidenceTuner):
         max_iterations: The number of alternations after which to give up.
         predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum,
             ``f(x) + J(x) (θ* − θ̃)``.
-        method: How precisions are updated for each θ: ``"marginal_likelihood"`` (to their optimum), ``"mackay"`` (one
-            step of the fixed point) or ``"em"`` (one step, slower).
         max_steps: The number of steps after which the convex optimisation of one alternation gives up.
 
     Raises:
@@ -106,7 +97,6 @@ class Tangent(EvidenceTuner):
     tolerance: float = 1e-2
     max_iterations: int = 100
     predictive_mean: str = "network"
-    method: str = "marginal_likelihood"
     max_steps: int = 1000
 
     passes_over_data: ClassVar[bool] = True
@@ -114,7 +104,6 @@ class Tangent(EvidenceTuner):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
-        checks.choice("method", self.method, ("marginal_likelihood", "mackay", "em"))
         checks.count("max_steps", self.max_steps)
 
     def tune(
@@ -132,8 +121,7 @@ class Tangent(EvidenceTuner):
         """
         data = posterior.training_data.again(self.data, "The tangent model's optimum passes over the training data.")
         objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
-        objective = replace(objective, limits=objective.box)
-        model = objective.model
+        objective, model = replace(objective, limits=objective.box), objective.model
         survey(model, posterior.network, data, posterior.n_data, progress=progress)
         tangent = TangentModel(posterior.network, model.likelihood, data, temperature=posterior.temperature)
         ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
@@ -147,15 +135,12 @@ class Tangent(EvidenceTuner):
         converged = now.has_converged(self.tolerance, what, advice, accurate=accurate)
         precision, noise = objective.split(now.logarithms)
         dtype = tangent.vector.dtype
-        with torch.no_grad():
-            network_value = objective.value(now.logarithms).item()
         return TangentResult(
-            method=self.method,
+            method="tangent",
             prior_precision=precision.to(dtype),
             noise_std=noise,
             value=now.value,
             converged=converged,
-            pressing=now.pressing,
             gradient_norm=now.norm,
             n_evaluations=search.n_evaluations,
             groups=objective.groups,
@@ -165,10 +150,8 @@ class Tangent(EvidenceTuner):
             effective_parameters=now.effective_parameters(),
             n_iterations=search.n_iterations,
             n_steps=search.n_steps,
-            optimum_gradient_norm=optimum.gradient_norm,
-            optimum_decrement=optimum.decrement,
             trace=tuple(trace),
-            network_value=network_value,
+            network_value=float(objective.value(now.logarithms)),
         )
 
 
@@ -231,8 +214,6 @@ class _Alternation:
 
     def _update(self, now: EvidencePoint) -> Tensor:
         """Better hyperparameters for the present θ."""
-        if self.options.method != "marginal_likelihood":
-            return now.fixed_point_step(self.options.method)
         if now.norm <= _NEAR:
             return now.fixed_point_step("mackay")
         best, evaluations = now.ascend(self.options.tolerance, 2000, itertools.count())

@@ -73,11 +73,9 @@ class TangentModel:
         data: An iterable of batches that can be started again; the order may change, the examples may not.
         temperature: Divides the log-likelihood.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        progress: Whether to show a progress bar for each pass.
 
     Attributes:
         vector: θ̃, ``[P]``.
-        n_data: Number of examples.
 
     Raises:
         DataError: Data that can be run over only once, or of no known form.
@@ -101,10 +99,9 @@ class TangentModel:
         *,
         temperature: float | Tensor = 1.0,
         chunk_size: int = CHUNK_SIZE,
-        progress: bool = False,
     ):
         self.likelihood = resolve_likelihood(likelihood)
-        self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
+        self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress=False)
         self.network = self._stream.network
         self.temperature = torch.as_tensor(temperature, dtype=torch.float64).detach()
         with exact_arithmetic(self.network):
@@ -116,11 +113,6 @@ class TangentModel:
             if n_bytes <= _KEPT_BYTES:
                 batches = self._stream.batches("tangent model", ordered=False)
                 self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
-
-    @property
-    def n_data(self) -> int:
-        """Number of examples."""
-        return self._stream.n_data
 
     def with_likelihood(self, likelihood: Likelihood) -> TangentModel:
         """The same model under another likelihood, e.g. with another noise; all else is shared."""
@@ -152,9 +144,8 @@ class TangentModel:
     def _residual(self, outputs: Tensor, target: Any) -> Tensor:
         """``−∂ log p(y | h) / ∂h`` at the current noise, in the outputs' shape."""
         flat, targets, weight = self.likelihood.rows(outputs, target)
-        groups = self.likelihood.output_groups(flat.shape[-1])
-        scale = self.likelihood.curvature_weights().detach()[groups].to(flat)
-        gradient = self.likelihood.gradient(flat, targets).detach()
+        scale = self.likelihood.curvature_weights()[self.likelihood.output_groups(flat.shape[-1])].to(flat)
+        gradient = self.likelihood.gradient(flat, targets)
         # Ignored observations have placeholder targets, and 0 · inf would not be zero.
         return torch.where(weight[:, None] > 0, gradient * scale, 0.0).view(outputs.shape)
 
@@ -167,7 +158,6 @@ class TangentOptimum:
         vector: θ*, ``[P]``.
         value: The penalised loss ``−log p(D | h(θ*))/T + ½ (θ*−μ₀)ᵀ P₀ (θ*−μ₀)``, in nats.
         statistics: The likelihood's statistics at ``h(θ*)``.
-        gradient_norm: Euclidean norm of the penalised loss's gradient.
         decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P: an estimate of the excess loss, in nats.
         converged: Whether the decrement met the tolerance, or rounding allows no further step.
     """
@@ -175,7 +165,6 @@ class TangentOptimum:
     vector: Tensor
     value: float
     statistics: Tensor
-    gradient_norm: float
     decrement: float
     n_iterations: int
     converged: bool
@@ -247,8 +236,7 @@ def tangent_optimum(
         else:  # a step would gain less than values and gradients resolve
             converged = decrement <= max(tolerance, 10 * rounding * abs(at.value))
             break
-    norm = float(at.gradient.norm())
-    return TangentOptimum(origin + point, at.value, at.statistics, norm, decrement, iteration, converged)
+    return TangentOptimum(origin + point, at.value, at.statistics, decrement, iteration, converged)
 
 
 def _line_search(

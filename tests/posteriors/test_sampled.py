@@ -204,7 +204,7 @@ def test_a_missed_tolerance_is_told():
 
 def mackay(full, structure):
     """The fixed point by the dense posterior's tangent evidence."""
-    full.fit_prior_precision("mackay", structure, evidence="tangent", tolerance=1e-9)
+    full.fit_prior_precision("tangent", structure, tolerance=1e-9)
     return full.prior_precision, full.noise_std
 
 
