@@ -316,16 +316,8 @@ class ABNN(Posterior):
 LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Batch and instance normalisation of all kinds, and the others."""
 
-_PLACES: dict[Any, int] = {
-    **dict.fromkeys((F.batch_norm, F.instance_norm), 3),
-    **dict.fromkeys((F.layer_norm, F.group_norm, F.rms_norm), 2),
-    **dict.fromkeys((torch.layer_norm, torch.group_norm, torch.rms_norm), 2),
-    **dict.fromkeys((torch.batch_norm, torch.instance_norm), 1),
-}
-"""The position of γ among the arguments of each function; that of β, if there is one, is the next."""
-
-_TRAILING = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
-"""Functions of which γ and β belong to the last axes; of the others they belong to axis 1."""
+_PLACES: dict[Any, int] = {F.batch_norm: 3, F.instance_norm: 3, F.layer_norm: 2, F.group_norm: 2, F.rms_norm: 2}
+"""The position of γ among the arguments of each function; that of β, which RMS normalisation lacks, is the next."""
 
 
 def norm_parameters(model: nn.Module) -> dict[str, bool]:
@@ -358,10 +350,10 @@ class ElementNoise(TorchFunctionMode):
         gamma, beta = _argument(args, kwargs, _PLACES[func], "weight"), None
         if gamma is not None and id(gamma) not in self.scales:
             return result
-        if func not in (F.rms_norm, torch.rms_norm):
+        if func is not F.rms_norm:
             beta = _argument(args, kwargs, _PLACES[func] + 1, "bias")
         centre: Any = 0.0 if beta is None else beta
-        if beta is not None and func not in _TRAILING:
+        if beta is not None and func is not F.layer_norm:  # of which γ and β belong to the last axes
             centre = beta.view(-1, *[1] * (result.ndim - 2))
         noise = standard_normal(result.shape, like=result, generator=self.generator)
         return result + self.alpha * noise * (result - centre)

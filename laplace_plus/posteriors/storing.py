@@ -80,12 +80,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
     Args:
         path: The file; or a folder of a Gaussian posterior that version 0.2.0 wrote.
         model: The network that the posterior was fitted on, with the same weights.
-        likelihood: The likelihood, where it is one of your own; built-in ones are stored, and only the value of their
-            noise may differ here.
+        likelihood: The likelihood, where it is one of your own that is not registered; others are stored.
 
     Raises:
-        CheckpointError: The file is missing, damaged or of another format version; the network's weights or a built-in
-            likelihood differ; or the file holds something that is not registered.
+        CheckpointError: The file is missing, damaged or of another format version; the network's weights differ; a
+            likelihood is missing, or was stored; or the file holds something that is not registered.
         ConfigurationError: The arguments are not a path and a module, or the posterior's class is not registered.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(model, nn.Module):
@@ -120,27 +119,14 @@ def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: A
 
 
 def _likelihood(known: Mapping[str, Any], given: Any) -> Likelihood:
-    """The stored likelihood, or the caller's if it is the one that was fitted, up to the value of its noise."""
-    if given is None:
-        if known.get("name") == "custom":
-            what, expected = "A likelihood of your own is not stored.", "load(path, model, likelihood=…)"
-            raise CheckpointError(what, expected=expected, got="no likelihood")
-        return likelihood_from_config(known)
-    likelihood = resolve_likelihood(given)
-    own, noise = known.get("noise_std"), likelihood.noise_std
-    if isinstance(given, str) and isinstance(own, list) and noise is not None:  # "regression" with several outputs
-        likelihood = likelihood.with_noise(noise.expand(len(own)))
-    if known.get("name") != "custom" and _without_noise(likelihood.config()) != _without_noise(known):
-        what = "The posterior was fitted with another likelihood."
-        fix = "Leave likelihood out, or fit a posterior with this one."
-        raise CheckpointError(what, expected=repr(likelihood_from_config(known)), got=repr(likelihood), fix=fix)
-    return likelihood
-
-
-def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A likelihood's description with the form of its noise levels in place of their values."""
-    noise = config.get("noise_std")
-    return {**config, "noise_std": [len(noise)] if isinstance(noise, list) else noise is not None}
+    """The stored likelihood, or the caller's in place of one that is not stored."""
+    custom = known.get("name") == "custom"
+    if custom != (given is not None):
+        what = "A likelihood of your own is not stored." if custom else "The likelihood is stored."
+        expected = "load(path, model, likelihood=…)" if custom else f"load(path, model), of {known}"
+        fix = None if custom else "Set another noise afterwards: posterior.noise_std = …"
+        raise CheckpointError(what, expected=expected, got=f"likelihood={given!r}", fix=fix)
+    return resolve_likelihood(given) if custom else likelihood_from_config(known)
 
 
 # -- version 0.2.0 -----------------------------------------------------------------------------------------------------
