@@ -149,30 +149,6 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     return below.double().mean().float() / (2 * len(inside))
 
 
-def false_positive_rate(scores_in: Tensor, scores_out: Tensor, true_positive_rate: float = 0.95) -> Tensor:
-    """Compute the share of inputs from the distribution that are taken for outliers where 95 % of these are found.
-
-    An input counts as an outlier from the largest threshold on that finds at least so many of them. Arguments and
-    errors as for :func:`ood_auroc`.
-
-    Args:
-        scores_in: ``[N]``.
-        scores_out: ``[M]``.
-        true_positive_rate: The share of outliers that are to be found, above 0 and at most 1.
-
-    Returns:
-        A number in ``[0, 1]``: 0 if they are told apart, about the rate itself by chance.
-
-    Example:
-        >>> false_positive_rate(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.35, 0.5]))
-        tensor(0.2500)
-    """
-    _check_scores(scores_in=scores_in, scores_out=scores_out)
-    checks.number("true_positive_rate", true_positive_rate, above=0.0, most=1.0)
-    found = math.ceil(true_positive_rate * len(scores_out) - 1e-9)
-    return (scores_in >= scores_out.sort(descending=True).values[found - 1].to(scores_in)).float().mean()
-
-
 # -- selective prediction ---------------------------------------------------------------------------------------------
 
 
@@ -288,28 +264,6 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
     return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
 
 
-def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> Tensor:
-    """Compute the share of targets within their intervals, ends included (PICP).
-
-    Args:
-        low: Lower ends, ``[N]`` or ``[N, C]``.
-        high: Upper ends, of the same shape.
-        targets: Of the same shape.
-
-    Returns:
-        A number in ``[0, 1]``, to be compared with the level of the intervals.
-
-    Raises:
-        ConfigurationError: If the ends are no floating-point numbers, or in the wrong order.
-        LabelError: If shapes differ.
-    """
-    low, high = _check_regression(low, high)
-    _check_targets(low, targets)
-    if not bool((high >= low).all()):  # so that NaN fails too
-        raise ConfigurationError("An interval ends before it begins.", expected="low <= high")
-    return ((low <= targets) & (targets <= high)).float().mean()
-
-
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -334,16 +288,12 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
     # A sum of C probabilities that were rounded one by one is off by about the precision of their dtype.
     tolerance = max(1e-4, 4 * torch.finfo(probabilities.dtype).eps)
     probabilities = widen(probabilities)
-    sums = probabilities.sum(dim=1)
-    # Written so that NaN fails too.
-    if not ((probabilities >= -tolerance).all() and ((sums - 1).abs() <= tolerance).all()):
-        raise ConfigurationError(
-            "The rows are not probability distributions.",
-            expected="numbers in [0, 1] that sum to 1",
-            got=f"numbers in [{probabilities.min():.4g}, {probabilities.max():.4g}], "
-            f"sums in [{sums.min():.4g}, {sums.max():.4g}]",
-            fix="give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)",
-        )
+    sums, low = probabilities.sum(dim=1), probabilities.min()
+    if not (low >= -tolerance and ((sums - 1).abs() <= tolerance).all()):  # so that NaN fails too
+        got = f"numbers from {low:.4g} on, sums in [{sums.min():.4g}, {sums.max():.4g}]"
+        what, expected = "The rows are not probability distributions.", "numbers in [0, 1] that sum to 1"
+        fix = "give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)"
+        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
     return probabilities.clamp(0, 1), labels
 
 

@@ -118,7 +118,7 @@ def test_bins_are_closed_on_the_right_and_full_confidence_is_in_the_last():
         (P[:0], Y[:0], EmptyDataError, "nothing to score"),
         (P.log(), Y, ConfigurationError, "softmax"),
         (2 * P, Y, ConfigurationError, r"sums in \[2, 2\]"),
-        (torch.tensor([[1.5, -0.5]]), Y[:1], ConfigurationError, r"\[-0.5, 1.5\]"),
+        (torch.tensor([[1.5, -0.5]]), Y[:1], ConfigurationError, r"from -0\.5"),
         (P.where(P > 0.06, math.nan), Y, ConfigurationError, "nan"),
     ],
 )
@@ -256,28 +256,7 @@ def test_ties_have_the_mean_over_all_orders():
     assert_close(metrics.area_under_risk_coverage(torch.ones(6), losses), losses.mean())
 
 
-def test_false_positives_are_those_of_the_roc_curve():
-    sklearn_metrics = pytest.importorskip("sklearn.metrics")
-    generator = torch.Generator().manual_seed(0)
-    for rate in (0.95, 0.5, 1.0):
-        inside = torch.randn(300, generator=generator).round(decimals=1)
-        outside = (torch.randn(123, generator=generator) + 1).round(decimals=1)
-        truth = torch.cat([torch.zeros(300), torch.ones(123)])
-        fpr, tpr, _ = sklearn_metrics.roc_curve(truth, torch.cat([inside, outside]), drop_intermediate=False)
-        wanted = fpr[(tpr >= rate - 1e-12).argmax()]
-        assert float(metrics.false_positive_rate(inside, outside, rate)) == pytest.approx(wanted)
-    assert metrics.false_positive_rate(torch.zeros(5), torch.ones(3)) == 0
-    with pytest.raises(ConfigurationError, match="rate"):
-        metrics.false_positive_rate(inside, outside, 0.0)
-
-
-def test_intervals_by_hand():
-    low, high = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 3.0, 2.0])
-    assert_close(metrics.interval_coverage(low, high, torch.tensor([1.0, 3.5, 2.0])), torch.tensor(2 / 3))
-    with pytest.raises(ConfigurationError, match="before it begins"):
-        metrics.interval_coverage(high, low, low)
-    with pytest.raises(LabelError):
-        metrics.interval_coverage(low, high, torch.zeros(3, 1))
+def test_risks_need_as_many_losses():
     with pytest.raises(LabelError):
         metrics.area_under_risk_coverage(torch.zeros(3), torch.zeros(4))
 

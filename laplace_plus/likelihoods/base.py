@@ -49,14 +49,6 @@ def describe(value: Any) -> str:
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_outputs(outputs: Tensor) -> None:
-    """Refuse outputs that are not ``[B, *, C]`` and floating (``OutputError``), or not finite (``NonFiniteError``)."""
-    if outputs.dim() < 2 or outputs.shape[-1] == 0 or not outputs.is_floating_point():
-        expected = "a floating tensor [B, *, C] with C >= 1, one row for every example"
-        raise OutputError("The network's outputs cannot be used.", expected=expected, got=describe(outputs))
-    check_finite(outputs, "The network's outputs")
-
-
 def check_finite(values: Tensor, what: str) -> None:
     """Refuse NaN and infinity; ``what`` starts the message of the :class:`NonFiniteError`."""
     if math.isfinite(values.detach().sum()):  # a tenth of the time that looking at each one takes
@@ -167,7 +159,7 @@ class Likelihood(ABC):
 
         OutputError or LabelError if they do not, NonFiniteError for NaN or infinity among the outputs.
         """
-        check_outputs(outputs)
+        check_finite(outputs, "The network's outputs")
         if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
             expected = f"leading shape {list(outputs.shape[:-1])}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))

@@ -214,12 +214,6 @@ class Categorical(Likelihood):
         index = targets.long().unsqueeze(-1)
         return p.scatter(-1, index, -complement.gather(-1, index))
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(Σ t) (diag p - p pᵀ)``, ``[N, C, C]``."""
-        p, complement = _probabilities(outputs)
-        hessian = torch.diagonal_scatter(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement, dim1=-2, dim2=-1)
-        return hessian if self.weight is None else hessian * self._totals(p, targets).sum(-1)[..., None, None]
-
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
         """``diag p - p pᵀ``; zero for ignored rows; None with class weights, where it depends on targets."""
         if self.weight is not None:

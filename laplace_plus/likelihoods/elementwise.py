@@ -84,10 +84,6 @@ class Elementwise(Likelihood):
         log_density: Tensor = self.distribution(outputs).log_prob(targets)
         return log_density.sum(-1)
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The squares of :meth:`root_diagonal`, ``[N, C, C]``."""
-        return torch.diag_embed(self.root_diagonal(outputs, targets).square())
-
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag`` of :meth:`root_diagonal`, ``[N, C, C]``."""
         return torch.diag_embed(self.root_diagonal(outputs, targets))

@@ -130,9 +130,7 @@ class Gaussian(RealTargets):
         identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return identity.expand(*outputs.shape, -1)
 
-    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """As :meth:`output_hessian`."""
-        return self.output_hessian(outputs, targets)
+    output_root = output_hessian
 
     def torch_loss(self) -> tuple[torch.nn.Module, float]:
         """The squared error, whose gradient is twice the residual."""
@@ -170,14 +168,13 @@ class HeteroscedasticGaussian(RealTargets):
     """``p(y | m, l) = N(m, exp l)`` with outputs ``[m_1 … m_D, l_1 … l_D]``: ``D`` means, then ``D`` log-variances.
 
     The Hessian of ``-log p`` is indefinite where a target is close to its mean. The curvature of this likelihood is
-    therefore its expectation over targets, the Fisher information ``diag(exp(-l), ½)``, in :meth:`output_hessian` and
-    :meth:`output_root`.
+    therefore its expectation over targets, the Fisher information ``diag(exp(-l), ½)``, in :meth:`output_root`.
 
     Args:
         output_axis: The axis of the outputs in the network's output, and of their targets.
 
     Example:
-        >>> HeteroscedasticGaussian().output_hessian(torch.zeros(1, 2), torch.zeros(1, 1))
+        >>> HeteroscedasticGaussian().output_root(torch.zeros(1, 2), torch.zeros(1, 1)).square()
         tensor([[[1.0000, 0.0000],
                  [0.0000, 0.5000]]])
     """
@@ -237,8 +234,8 @@ class GivenNoise(RealTargets):
         ConfigurationError: If it is not positive and finite.
 
     Example:
-        >>> GivenNoise(0.1).output_hessian(torch.zeros(1, 1), torch.tensor([[[0.0, 0.5]]]))
-        tensor([[[4.]]])
+        >>> GivenNoise(0.1).output_root(torch.zeros(1, 1), torch.tensor([[[0.0, 0.5]]]))
+        tensor([[[2.]]])
     """
 
     new_noise_std: float

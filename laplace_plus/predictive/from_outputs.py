@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -13,7 +12,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, unknown_option
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite, check_outputs, widen
+from laplace_plus.likelihoods.base import check_finite, widen
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
@@ -58,12 +57,14 @@ def from_functional(
         raise unknown_option(type(likelihood).__name__, link, likelihood.links, word="link")
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
-    if mean.dim() < 2 or not math.isfinite((mean.sum() + covariance.sum()).detach()):
-        check_outputs(mean)
-        check_finite(covariance, "The functional covariance")
+    check_finite(mean, "The network's outputs")
+    check_finite(covariance, "The functional covariance")
     given = covariance
     if joint:
-        covariance = _each_input(mean, covariance)
+        fix, (size, n) = "Ask for functional_posterior(x, joint=True).", (mean.shape[-1], mean[..., 0].numel())
+        checks.shape("The covariance across inputs", covariance, (*mean.shape, *mean.shape), fix)
+        blocks = covariance.reshape(n, size, n, size).diagonal(dim1=0, dim2=2)  # [C, C, N]
+        covariance = blocks.movedim(-1, 0).reshape(*mean.shape, size)
     full = covariance.dim() > mean.dim()
     if covariance.shape != ((*mean.shape, mean.shape[-1]) if full else mean.shape):
         is_full(mean, covariance)  # raises
@@ -80,7 +81,7 @@ def from_functional(
             fix = "Use a larger prior precision, a positive semi-definite curvature (GGN) or float64."
             raise NotPositiveDefiniteError("A functional variance is negative.", got=f"{lowest:.3g}", fix=fix)
     marginal = None if link == "mc" else likelihood.predict(mean, covariance, link=link)
-    if marginal is not None and not math.isfinite(marginal.mean.detach().sum()):  # variances whose squares overflow
+    if marginal is not None:  # variances whose squares overflow
         check_finite(marginal.mean, "The predictive means")
     return Prediction(
         likelihood=likelihood,
@@ -118,7 +119,7 @@ def from_samples(
         what, fix = "outputs must be samples of network outputs.", "Stack the networks' outputs along a new first axis."
         raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=str(list(outputs.shape)), fix=fix)
     outputs = widen(outputs)
-    check_outputs(outputs)
+    check_finite(outputs, "The network's outputs")
     return Prediction(
         likelihood=likelihood.of_new_targets or likelihood,
         functional_mean=outputs.mean(0),
@@ -151,13 +152,3 @@ def stacked(predictions: Sequence[Prediction]) -> Prediction:
     if any(one.without_each is not None for one in predictions):  # from numbers of samples that may differ
         vars(found)["standard_error"] = torch.cat([one.standard_error for one in predictions])
     return found
-
-
-def _each_input(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The covariance of each input, ``[B, *, C, C]``, from that across inputs."""
-    fix = "Ask for functional_posterior(x, joint=True)."
-    checks.shape("The covariance across inputs", covariance, (*mean.shape, *mean.shape), fix)
-    size = mean.shape[-1]
-    n = mean[..., 0].numel()
-    blocks = covariance.reshape(n, size, n, size).diagonal(dim1=0, dim2=2)  # [C, C, N]
-    return blocks.movedim(-1, 0).reshape(*mean.shape, size)

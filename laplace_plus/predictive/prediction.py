@@ -379,12 +379,11 @@ class Prediction:
 
 def _checked_levels(value: float | Tensor, name: str) -> Tensor:
     """Probabilities strictly between 0 and 1, 0-d or ``[Q]`` float64."""
-    if isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        levels = torch.as_tensor(value, dtype=torch.float64).detach()
-        if levels.ndim <= 1 and levels.numel() and bool(((levels > 0) & (levels < 1)).all()):
-            return levels
-    what = f"{name} must be a probability."
-    raise ConfigurationError(what, expected=f"0 < {name} < 1, a number or [Q]", got=repr(value))
+    levels = torch.as_tensor(value, dtype=torch.float64).detach()
+    if levels.ndim > 1 or not levels.numel() or not bool(((levels > 0) & (levels < 1)).all()):
+        what = f"{name} must be a probability."
+        raise ConfigurationError(what, expected=f"0 < {name} < 1, a number or [Q]", got=repr(value))
+    return levels
 
 
 def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:

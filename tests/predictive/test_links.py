@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import generator, normal
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OutputError
+from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import (
     Bernoulli,
     Categorical,
@@ -307,12 +307,12 @@ def test_joint_classification_correlates_inputs(lead, link):
 @pytest.mark.parametrize(
     ("likelihood", "link", "part"),
     [
-        (Categorical(), "exact", "'gumbel', 'probit', 'mc', 'bridge'"),
-        (Bernoulli(), "bridge", "'probit', 'mc'"),
-        (Gaussian(), "probit", "'exact', 'mc'"),
-        (Poisson(), "probit", "'exact', 'mc'"),
-        (HeteroscedasticGaussian(), "probit", "'exact', 'mc'"),
-        (LogDensity(lambda f, y: f.sum(-1)), "probit", "'mc'"),
+        (Categorical(), "exact", "gumbel, probit, mc, bridge"),
+        (Bernoulli(), "bridge", "probit, mc"),
+        (Gaussian(), "probit", "exact, mc"),
+        (Poisson(), "probit", "exact, mc"),
+        (HeteroscedasticGaussian(), "probit", "exact, mc"),
+        (LogDensity(lambda f, y: f.sum(-1)), "probit", "mc"),
     ],
 )
 def test_unknown_links(likelihood, link, part):
@@ -335,8 +335,6 @@ def test_shapes_that_do_not_fit():
         from_functional(Gaussian(), torch.zeros(3, 2), torch.ones(3, 2, 3, 2))
     with pytest.raises(ConfigurationError, match="across inputs"):
         from_functional(Gaussian(), torch.zeros(3, 2), torch.ones(3, 2, 2), joint=True)
-    with pytest.raises(OutputError, match="C >= 1"):
-        from_functional(Gaussian(), torch.zeros(3), torch.ones(3))
     for outputs in (torch.zeros(3, 2), torch.zeros(0, 3, 2)):
         with pytest.raises(ConfigurationError, match="samples of network outputs"):
             from_samples(Gaussian(), outputs)

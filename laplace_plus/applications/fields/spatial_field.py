@@ -16,7 +16,7 @@ from laplace_plus.applications.fields.displaced import Displaced, Grid, Render, 
 from laplace_plus.curvature import Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite, check_outputs
+from laplace_plus.likelihoods.base import check_finite
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size, describe
 from laplace_plus.network.network import Network, refuse_unsuitable
@@ -193,7 +193,7 @@ class SpatialField(GaussianPosterior):
         wants_variances(outputs, joint)  # refuses other texts
         size = batch_size(x)
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
-        check_outputs(mean)
+        check_finite(mean, "The network's outputs")
         if outputs is not None and not isinstance(outputs, str):
             chosen = output_indices(outputs, mean.shape).to(mean.device).expand(size, -1)
             mean = mean.gather(-1, chosen)

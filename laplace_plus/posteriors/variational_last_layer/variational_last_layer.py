@@ -14,7 +14,7 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_outputs, doubt_logits, widen
+from laplace_plus.likelihoods.base import check_finite, doubt_logits, widen
 from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.network.batches import Batch, DataSums
@@ -180,7 +180,7 @@ class VariationalLastLayer(Posterior):
     def _curvature(self, features: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
         known = self.likelihood.output_curvature(outputs, torch.ones_like(outputs[:, 0]))
-        each = known.diagonal if known else torch.linalg.diagonal(self.likelihood.output_hessian(outputs, targets))
+        each = known.diagonal if known else self.likelihood.output_root(outputs, targets).square().sum(-1)
         columns = each.detach().clamp_min(0.0).mT.unsqueeze(-1)  # [C, n, 1]
         if not self.is_dense:
             return (columns * features.square()).sum(1)
@@ -286,7 +286,7 @@ class VariationalLastLayer(Posterior):
         require_outputs(shape, self.n_outputs, x)
         only, features = wants_variances(outputs, joint), _head_features(self.network, capture)[1]
         mean, pushed = (features @ q.mean.mT).view(shape).to(dtype), q.pushed(features)
-        check_outputs(mean)
+        check_finite(mean, "The network's outputs")
         if joint:
             across = torch.diag_embed((pushed @ pushed.mT).permute(1, 2, 0)).transpose(1, 2)  # [N, C, N, C]
             return FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
