@@ -41,13 +41,7 @@ from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import (
-    MANY_OUTPUTS,
-    FunctionalPosterior,
-    Outputs,
-    outputs_for,
-    require_outputs,
-)
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
 from laplace_plus.tuning.laplace import check_training_prior, survey, unknown_training_prior
 from laplace_plus.tuning.leave_one_out import leave_one_out
@@ -127,9 +121,6 @@ class CalibratedPosterior:
         """
         mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs, generator=generator)
         scale = self.covariance_scale / self.temperature**2
-        if self.weight is not None and outputs is not None and (self.weight.dim() > 1 or outputs != "diagonal"):
-            what = "Scaled outputs need the covariances of all."
-            raise ConfigurationError(what, expected="outputs=None", got=repr(outputs))
         found = FunctionalPosterior(mean / self.temperature, covariance * scale)
         return found if self.weight is None or self.bias is None else _scaled(*found, self.weight, self.bias)
 
@@ -367,9 +358,7 @@ def _scaled_by(
     likelihood, size = posterior.likelihood, posterior.n_outputs
     link = link or posterior.link or likelihood.links[0]
     checks.choice("link", link, likelihood.links)
-    if method == "matrix" and size > MANY_OUTPUTS:
-        what = "A matrix has too many entries for held-out data."
-        raise UnsupportedError(what, expected=f"at most {MANY_OUTPUTS} outputs", got=f"{size}", fix='Use "vector".')
+    checks.number("The number of outputs of a matrix", size if method == "matrix" else 1, most=64)
     parts = []
     for batch in iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}"):
         mean, covariance = posterior.functional_posterior(batch.inputs, generator=generator)

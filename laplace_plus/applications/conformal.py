@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.applications.calibration import CalibratedPosterior
 from laplace_plus.errors import DataError, UnsupportedError
-from laplace_plus.network.batches import batch_size, describe, iterate
+from laplace_plus.network.batches import batch_size, iterate
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.storing import save
@@ -67,9 +67,6 @@ class ConformalPosterior:
     def __repr__(self) -> str:
         return f"ConformalPosterior({self.posterior!r}, score={self.score!r}, level={self.level})"
 
-    def __copy__(self) -> ConformalPosterior:
-        return replace(self, posterior=copy.copy(self.posterior))
-
     def predictive(self, x: Any, **options: Any) -> Prediction:
         """That of the posterior."""
         return self.posterior.predictive(x, **options)
@@ -101,10 +98,8 @@ class ConformalPosterior:
     def save(self, path: str | Path) -> None:
         """Write the posterior with its thresholds, which :func:`laplace_plus.load` reads; errors as of its ``save``.
 
-        UnsupportedError for thresholds by a function, which cannot be stored.
+        Thresholds by a function cannot be stored.
         """
-        if callable(self.by):
-            raise UnsupportedError("Groups by a function cannot be saved.", fix="Save the posterior alone.")
         save(self, path)
 
     def _predict(self, x: Any, scores: tuple[str, ...], generator: torch.Generator | None) -> Prediction:
@@ -144,9 +139,9 @@ def conformalize(
 
     Raises:
         NotFittedError: Before ``fit``.
-        ConfigurationError: Another score or level.
+        ConfigurationError: Another score or level, no target that counts, or groups that are none.
         UnsupportedError: Several binary outputs.
-        DataError: No target that counts, soft labels, or groups that are none.
+        DataError: Soft labels.
 
     Example:
         >>> import laplace_plus as lp
@@ -201,12 +196,9 @@ def threshold(scores: Tensor, level: float) -> Tensor:
 def _groups_of(x: Any, by: Any, n_rows: int) -> Tensor:
     if not callable(by):
         return torch.zeros(n_rows, dtype=torch.long)
-    groups, size = by(x), batch_size(x)
-    fits = isinstance(groups, Tensor) and groups.numel() == size
-    if not fits or not bool((groups.long().clamp(0, 2**24) == groups).all()):
-        what, expected = "The groups do not fit the inputs.", f"integers [{size}], from 0 to 2²⁴"
-        raise DataError(what, expected=expected, got=describe(groups))
-    return groups.flatten().long().cpu().repeat_interleave(n_rows // size)
+    groups = checks.shape("The groups of a batch", by(x), [batch_size(x)]).long().cpu()
+    checks.count("The least number of a group", int(groups.min()), 0)
+    return groups.repeat_interleave(n_rows // len(groups))
 
 
 def _class_scores(prediction: Prediction, score: str, generator: torch.Generator | None) -> Tensor:

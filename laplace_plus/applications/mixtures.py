@@ -279,8 +279,7 @@ class Ensemble:
             progress: Whether to show a progress bar.
 
         Raises:
-            ConfigurationError: The likelihood has no noise.
-            DataError: Residuals that are all zero.
+            ConfigurationError: The likelihood has no noise, or residuals are all zero.
         """
         if not self.likelihood.is_gaussian:
             raise ConfigurationError("There is no noise to fit.", expected="a Gaussian likelihood", got=repr(self))
@@ -290,8 +289,6 @@ class Ensemble:
             outputs, targets, _ = self.likelihood.rows(mean, batch.target)
             total = total + (outputs - targets).double().square().sum(0).cpu()
             count += len(outputs)
-        if not bool((total > 0).all()):
-            raise DataError("The networks fit these data exactly.", got="no residuals", fix="Pass held-out data.")
         self.likelihood = self.likelihood.with_noise((total / count).sqrt().to(mean))
         return self
 

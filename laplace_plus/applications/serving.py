@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_plus.errors import ConfigurationError, LaplacePlusError, UnsupportedError, unknown_option
+from laplace_plus import checks
+from laplace_plus.errors import ConfigurationError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.categorical import LOGISTIC_SCALES, centring_weights, independent_variances
 from laplace_plus.network import batches
@@ -202,12 +203,10 @@ def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> Froz
     """
     posterior.require_fit()
     network, link = posterior.network, link or posterior.link or posterior.likelihood.links[0]
-    if link not in posterior.likelihood.links:
-        raise unknown_option(type(posterior.likelihood).__name__, link, posterior.likelihood.links, word="link")
-    if not isinstance(posterior, GaussianPosterior):
-        raise _unsupported(f"{type(posterior).__name__} is no Gaussian of known covariance")
-    if link == "mc" or any(item.mask is not None for item in network.selected):
-        raise _unsupported('the link "mc" draws samples' if link == "mc" else "only parts of parameters are selected")
+    checks.choice("link", link, posterior.likelihood.links)
+    if not isinstance(posterior, GaussianPosterior) or link == "mc":
+        what = f"{type(posterior).__name__} is no Gaussian of known covariance"
+        raise _unsupported('the link "mc" draws samples' if link == "mc" else what)
     if x is None:
         if posterior.training_data.first is None:
             what = "There are no inputs to try a frozen posterior on."
@@ -229,8 +228,8 @@ def _last_layer(network: Network) -> nn.Module:
     layer, names = network.layers[0], {*network.parameter_names}
     module: Any = dict(network.model.named_modules()).get(layer)
     weight, bias = (f"{layer}.{name}" if layer else name for name in ("weight", "bias"))
-    # A class with a forward pass of its own may prepare what it multiplies.
-    if weight not in names or not names <= {weight, bias} or type(module).forward not in _PLAIN:
+    is_whole = weight in names and names <= {weight, bias} and all(item.mask is None for item in network.selected)
+    if not is_whole or type(module).forward not in _PLAIN:  # another forward pass may prepare what it multiplies
         raise _unsupported(f"it is over {', '.join(network.parameter_names[:4])}")
     return module
 

@@ -246,9 +246,7 @@ def test_bad_constraints_leave_everything_as_it_was():
     net(x).square().mean().backward()
     before, gradients = flat(net), flat(net, lambda p: p.grad)
     cases = [
-        (lambda model, _: 1.0, ConfigurationError),
         (lambda model, x: model(x).argmax(1), ConfigurationError),
-        (lambda model, x: model(x)[:0], ConfigurationError),
         (lambda model, x: model(x).detach(), ConfigurationError),
         (lambda model, x: net(x).detach(), ConfigurationError),
         (lambda model, x: model(x) / 0, NonFiniteError),

@@ -360,7 +360,7 @@ def test_bad_data():
     with pytest.raises(lp.errors.DataError, match="displaces no points"):
         posterior.fit([(rays, targets)])
     posterior.field.render = lambda rays, displace: render(rays, displace)[:, None].expand(-1, 3, -1)
-    with pytest.raises(lp.errors.OutputError, match="one row"):
+    with pytest.raises(lp.errors.ConfigurationError, match="one row"):
         posterior.fit([(rays, torch.zeros(20, 3, 2, **DOUBLE))])
     posterior.field.render = lambda rays, displace: render(rays, lambda x: displace(x).abs().sqrt() + (x - x).sqrt())
     with pytest.raises(lp.errors.NonFiniteError):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, DataError, InputError
+from laplace_plus.errors import ConfigurationError, InputError
 
 
 def networks(n_outputs, n=4):
@@ -46,7 +46,7 @@ def test_errors():
     with pytest.raises(ConfigurationError, match="Gaussian"):
         lp.Ensemble(networks(3), "classification").fit([(x, torch.zeros(2).long())])
     one = networks(1, 1)
-    with pytest.raises(DataError, match="exactly"):
+    with pytest.raises(ConfigurationError, match="noise must be"):
         lp.Ensemble(one, "regression").fit([(x, one[0].eval()(x).detach())])
     with pytest.raises(InputError):
         lp.Ensemble(networks(3), "classification").predictive(torch.zeros(2, 7, dtype=torch.float64))

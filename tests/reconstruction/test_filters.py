@@ -127,7 +127,7 @@ def test_bad_hyperparameters(arguments):
 
 def test_other_bad_arguments():
     filters = filters_of(layers())
-    with pytest.raises(ConfigurationError, match="one number, or 6: of one, two, three"):
+    with pytest.raises(ConfigurationError, match="one for each block: one, two, three"):
         filters.coefficients(FilterCovariance(torch.ones(4)))
     model = nn.Conv2d(1, 1, 3)
     mask = torch.ones(10, dtype=torch.bool)

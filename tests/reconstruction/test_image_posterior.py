@@ -290,7 +290,7 @@ def test_the_network_stays_as_it_is():
         posterior.variance(),
         ImagePosterior(net.eval(), matrix, noise_std=posterior.noise_std, prior=posterior.prior).fit(z, y).variance(),
     )
-    with pytest.raises(OperatorError):
+    with pytest.raises(ConfigurationError):
         ImagePosterior(net.train(), matrix[:, :4]).fit(z, y)
     assert net.training
 
@@ -347,8 +347,8 @@ def test_before_the_fit_and_after_a_change():
 @pytest.mark.parametrize(
     ("operator", "error"),
     [
-        (torch.zeros(5, 7), OperatorError),
-        (torch.zeros(36), OperatorError),
+        (torch.zeros(5, 7), ConfigurationError),
+        (torch.zeros(36), ConfigurationError),
         (lambda images: images.flatten(1).square(), OperatorError),
         (lambda images: images.flatten(1) + 1, OperatorError),
         (torch.full((14, 36), float("nan")), NonFiniteError),

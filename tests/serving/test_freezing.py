@@ -122,7 +122,7 @@ def test_what_cannot_be_frozen_is_refused():
         lp.freeze(posterior)
     with pytest.raises(UnsupportedError, match=r"over 0.weight.*last_layer"):
         lp.freeze(fitted(lp.KFAC, parameters="all")[0])
-    with pytest.raises(ConfigurationError, match="has no link"):
+    with pytest.raises(ConfigurationError, match="Unknown link"):
         lp.freeze(posterior, link="cubic")
     posterior, x = fitted(lp.KFAC)
     with pytest.raises(UnsupportedError, match="SampledLaplace"):

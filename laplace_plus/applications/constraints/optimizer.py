@@ -21,9 +21,8 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications.constraints.constraints import Constraint, Correction, FunctionalModel, Sparse
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError, warn
-from laplace_plus.linalg import Status, lsmr
-from laplace_plus.network import batches
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.linalg import lsmr
 from laplace_plus.network.differentiability import differentiable_kernels
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selection, select
@@ -95,7 +94,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
 
         Raises:
             NonFiniteError: The constraint, its Jacobian or a gradient is not finite.
-            ConfigurationError: The constraint has no values, does not depend on the weights, or does not fit them.
+            ConfigurationError: The constraint does not depend on the weights, or does not fit them.
         """
 
         def corrected() -> Any:
@@ -119,11 +118,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
         """The constraint at the present weights, with derivatives."""
         points = self.points() if callable(self.points) else self.points
         with exact_arithmetic(self._network), torch.enable_grad(), differentiable_kernels(self._network.model):
-            found: Any = self.constraint(FunctionalModel(self._network, self.trained()), points)
-        if not isinstance(found, Tensor) or not found.is_floating_point() or not found.numel():
-            expected, got = "a tensor of one or more real numbers", batches.describe(found)
-            raise ConfigurationError("The constraint has no values.", expected=expected, got=got)
-        return found
+            return self.constraint(FunctionalModel(self._network, self.trained()), points)
 
     def _corrected(self, named: dict[str, Tensor], number: int) -> Correction:
         """Write ``u − J⁺ (J u − γ c)`` into the gradients."""
@@ -138,9 +133,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
             right = push(gradient).sub_(value, alpha=self.rate)
             limits: Any = {"atol": self.tolerance, "btol": self.tolerance, "max_iterations": self.max_iterations}
             found = lsmr(push, pull, right, n=len(gradient), **limits)
-            if found.status is Status.NOT_FINITE:
-                got = f"{int((~value.isfinite()).sum())} values of c that are not; if 0, J or the loss's gradient"
-                raise NonFiniteError("A correction is not finite.", expected="finite numbers", got=got)
+            checks.finite("A correction", found.value, "Look for NaN and infinity in c, J and the loss's gradient.")
             parts = gradient.sub_(found.value).split([p.numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 if parameter.grad is None and bool(part.any()):
@@ -176,7 +169,7 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
 def _linearized(values: Tensor, parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, _Map, _Map]:
     """``c [m]``, and products with its Jacobian from one graph: ``J v`` is the derivative of ``Jᵀ w`` in w."""
     values, sizes = values.flatten(), [parameter.numel() for parameter in parameters]
-    cotangent, pulled = torch.zeros_like(values, requires_grad=True), list[Tensor]()
+    cotangent, pulled = torch.zeros_like(values).requires_grad_(values.requires_grad), list[Tensor]()
     if values.requires_grad:
         options: dict[str, bool] = {"create_graph": True, "materialize_grads": True}
         pulled = [*torch.autograd.grad(values, parameters, cotangent, **options)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError, OutputError
+from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network.batches import describe
 from laplace_plus.network.network import Network
 
@@ -147,8 +147,7 @@ def rows(
             outputs = network(inputs)
         finally:
             _HOOK.reset(token)
-        if outputs.ndim != 2:  # noqa: PLR2004
-            raise OutputError("Each ray has one row of outputs.", expected="[R, C]", got=str(list(outputs.shape)))
+        checks.shape("The rendered output", outputs, [None, None], "Return one row of outputs for each ray.")
         n_rays, n_outputs = outputs.shape
         if not points or any(x.ndim < 2 or len(x) != n_rays for x, _ in points):  # noqa: PLR2004
             what, got = "The renderer displaces no points of these rays.", ", ".join(describe(x) for x, _ in points)

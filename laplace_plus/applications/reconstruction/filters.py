@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, SelectionError
 from laplace_plus.network.network import Network
 from laplace_plus.priors import as_hyperparameter
@@ -103,9 +104,8 @@ class Filters:
     def coefficients(self, prior: FilterCovariance) -> Tensor:
         """``c [T]``; differentiable. ConfigurationError for hyperparameters of another number of blocks."""
         for value in prior.values():
-            if value.ndim and len(value) != len(self.names):
-                expected = f"one number, or {len(self.names)}: of {', '.join(self.names)}"
-                raise ConfigurationError("The prior is one of other blocks.", expected=expected, got=f"{len(value)}")
+            fix = f"Pass one number, or one for each block: {', '.join(self.names)}."
+            checks.shape("The prior", value, [len(self.names)] * value.ndim, fix)
         return prior.coefficients(self.blocks, self.distances)
 
     def product(self, left: Tensor, right: Tensor, coefficients: Tensor) -> Tensor:

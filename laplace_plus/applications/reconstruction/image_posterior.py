@@ -87,8 +87,8 @@ class ImagePosterior:
     def fit(self, z: Any, y: Tensor) -> Self:
         """Linearise the network for its input z and the measurements y, d_y numbers in any shape.
 
-        DataError or OperatorError for several images, another number of measurements than A's, or what is not linear;
-        NonFiniteError for NaN and infinity.
+        DataError for several images; ConfigurationError for an A or y of another size, OperatorError where A is not
+        linear; NonFiniteError for NaN and infinity.
         """
         network = self.network
         network.check_finite()
@@ -155,13 +155,10 @@ class ImagePosterior:
     def log_hyperprior(self, rate: float, prior: FilterCovariance | None = None) -> Tensor:
         """TV-PredCP, ``Σ_b −γ κ_b + log |∂κ_b/∂ℓ_b|``, 0-d float64; differentiable. γ is ``rate``.
 
-        The sum is over blocks with filters of several taps that move the image; ConfigurationError if there are none.
+        The sum is over blocks with filters of several taps that move the image.
         """
         self.require_fit()
         checks.positive("rate", rate)
-        if not bool(self.filters.correlated.any()):
-            what, fix = "No weights have a length scale.", "Tune without total_variation."
-            raise errors.ConfigurationError(what, expected="filters of several taps", fix=fix)
         prior = self.prior if prior is None else prior
         with torch.enable_grad():
             length = prior.values()[0].to(self.image.device).expand(len(self.blocks))
@@ -311,7 +308,7 @@ class ImagePosterior:
 
 
 def _operator_matrix(operator: Any, image: Tensor) -> Tensor:
-    """A as a dense matrix ``[d_y, d_x]``, for images like this one; OperatorError for what is none."""
+    """A as a dense matrix ``[d_y, d_x]``, for images like this one; an error for what is none."""
     if isinstance(operator, Operator | Tensor):
         found = operator.dense() if isinstance(operator, Operator) else operator.to_dense()
     elif hasattr(operator, "toarray") or hasattr(operator, "__array__"):  # of scipy, of numpy
@@ -322,9 +319,7 @@ def _operator_matrix(operator: Any, image: Tensor) -> Tensor:
             at = operator(image[None]).flatten()
         if not torch.allclose(found @ image.flatten(), at, rtol=0, atol=1e-3 * float(at.abs().max())):
             raise errors.OperatorError("The operator is not linear.", expected="A(f + g) = A(f) + A(g)")
-    if found.ndim != 2 or found.shape[1] != image.numel():  # noqa: PLR2004
-        expected, got = f"[d_y, {image.numel()}]", f"{tuple(found.shape)}"
-        raise errors.OperatorError("The operator does not fit the image.", expected=expected, got=got)
+    checks.shape("The operator", found, [None, image.numel()])
     return found.detach().to(image)
 
 

@@ -3,15 +3,7 @@
 The online scheme of Immer, Bauer, Fortuin, Rätsch and Khan (2021), "Scalable marginal likelihood estimation for model
 selection in deep learning", arXiv:2104.04975: epochs of ordinary training of the log posterior take turns with steps of
 gradient ascent on its Laplace evidence, in the logarithms of the prior precisions and of the noise.
-
-Both look at the same function of weights and hyperparameters. With prior ``N(μ, P₀⁻¹)``, temperature T and N examples,
-the log posterior is ``log p(θ|D) = 1/T Σₙ log p(yₙ|f(xₙ, θ)) − ½ (θ−μ)ᵀ P₀ (θ−μ) + constant``, and training minimises
-``−1/N log p(θ|D)``. A minibatch b contributes
-
-    ℓ_b(θ) = K/(N' T) Σ_{n∈b} −log p(yₙ|f(xₙ, θ)) + 1/(2N) (θ−μ)ᵀ P₀ (θ−μ),
-
-where K batches with N' examples make an epoch. The mean of ℓ over the epoch's batches is thus the objective also where
-batches differ in size. N' is N unless the curvature is computed on other data than those of training.
+Both look at the same function of weights and hyperparameters.
 """
 
 from __future__ import annotations
@@ -205,10 +197,7 @@ def train_marginal_likelihood(
         CheckpointError: The state is of another network, or of other generators.
         NonFiniteError: The loss (the message says in which epoch and batch), the weights or the evidence are not
             finite.
-        EmptyDataError: No data came.
-        DataError: A loader that can be used only once, or a batch of a form that cannot be used.
-        LabelError: Targets that do not fit the likelihood.
-        OutputError: Network outputs that do not fit it.
+        DataError: A loader that can be used only once; and what :meth:`Posterior.fit` raises.
         UnsupportedError: A prior structure or curvature that posterior or backend do not take.
 
     Example:
@@ -315,7 +304,12 @@ def train_marginal_likelihood(
 
 
 class TrainingObjective:
-    """``ℓ_b(θ)`` of a minibatch, at a posterior's likelihood, prior and temperature."""
+    """The objective of a minibatch b, at a posterior's likelihood, prior and temperature.
+
+    ``ℓ_b(θ) = K/(N' T) Σ_{n∈b} −log p(yₙ|f(xₙ, θ)) + 1/(2N) (θ−μ)ᵀ P₀ (θ−μ)``, where K batches with N' examples make an
+    epoch: the mean over batches is −1/N times the log posterior also where they differ in size. N' is N unless the
+    curvature is computed on other data than those of training.
+    """
 
     def __init__(self, model: nn.Module, posterior: GaussianPosterior, *, n_data: int, mean_batch_size: float):
         network, prior = posterior.network, posterior.prior()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg import cg
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.structured import DenseBlock, EigenFactor, IdentityBasis, KroneckerBasis
@@ -148,9 +148,7 @@ class Joint:
 
 def _whiten(matrix: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """The Cholesky factor L of a covariance, and ``L⁻¹`` times vectors."""
-    root, failed = torch.linalg.cholesky_ex(matrix)
-    if bool(failed.any()):
-        raise NotPositiveDefiniteError("A covariance is singular.", fix="Tune the prior, or take a network in float64.")
+    root = torch.linalg.cholesky(matrix)
     return root, torch.linalg.solve_triangular(root, vectors, upper=False)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from laplace_plus import checks
 from laplace_plus.applications.uses.checks import require_gaussian
 from laplace_plus.applications.uses.conditioning import Joint, Large, iterate_, parts
-from laplace_plus.errors import ConfigurationError, DataError, SelectionError, UnsupportedError
+from laplace_plus.errors import DataError, SelectionError, UnsupportedError
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selected, refine, select, tied_names
 from laplace_plus.posteriors import GaussianPosterior
@@ -67,7 +67,7 @@ def saliency(
             log evidence that is lost where the unit alone becomes zero, in nats; ``"magnitude"``, ``‖θ̂‖``.
         unit: ``"weight"``, each entry of parameters of two axes or more; ``"channel"``, the weights into one output of
             a layer with its bias; ``"neuron"``, the weights out of one input of a layer; or names of parameters and
-            modules, and globs, each of which is one unit.
+            modules, and globs, each of which is one unit; a parameter of several is of the last.
 
     Returns:
         Float64 on the CPU, by name of the weights: of a weight's shape, ``[outputs]`` or ``[inputs]``; or 0-d by the
@@ -75,8 +75,8 @@ def saliency(
 
     Raises:
         NotFittedError: Before the fit.
-        ConfigurationError: An unknown criterion or unit, names that overlap.
-        SelectionError: Names of nothing that the posterior covers, or no parameters that can be pruned.
+        ConfigurationError: An unknown criterion or unit, or no parameters that can be pruned.
+        SelectionError: Names of nothing that the posterior covers.
         UnsupportedError: Anything but a Gaussian posterior; single uses of tied parameters; units whose covariance
             is too large.
 
@@ -192,9 +192,7 @@ class _Units:
         self.vector = posterior.laplace_model().vector
         self.index = self.index.to(self.vector.device)
         self.present = self.index[self.index >= 0].unique()
-        if not len(self.present):
-            expected, got = "selected weights of two axes or more, or names", ", ".join(network.parameter_names[:6])
-            raise SelectionError("There is nothing to prune.", expected=expected, got=got)
+        checks.count("The number of units to prune", len(self.present))
         self.parts, self.precision = parts(posterior, self.index)
 
     def _place(self, network: Network, item: Selected, numbers: Tensor) -> None:
@@ -229,16 +227,13 @@ class _Units:
 
     def _by_name(self, network: Network, patterns: Sequence[str]) -> None:
         for pattern in patterns:
-            names, covered = {item.name for item in select(network.model, [pattern])}, self.index >= 0
+            names = {item.name for item in select(network.model, [pattern])}
             own = [item for item in network.selected if item.name in names]
             if not own:
                 expected, got = f"some of {', '.join(network.parameter_names[:6])}", repr(pattern)
                 raise SelectionError("The posterior has no such parameters.", expected=expected, got=got)
             for item in own:
-                start = network.offsets[item.name]
-                if bool(covered[start : start + item.size].any()):
-                    raise ConfigurationError("Units overlap.", expected="each parameter once", got=repr(pattern))
-                self.index[start : start + item.size] = self.number
+                self.index[network.offsets[item.name] :][: item.size] = self.number
             self.shapes[pattern] = torch.Size()
             self.number += 1
 

@@ -39,7 +39,6 @@ def from_variance(
     prior_precision: float | Tensor | None = None,
     prior_mean: float | Tensor = 0.0,
     n_data: int = 1,
-    cls: type[Diagonal] = Diagonal,
 ) -> Diagonal:
     """``N(θ̂, diag(variance))`` around the network's weights; ``lp.from_variance(model, variance, ...)``.
 
@@ -54,7 +53,6 @@ def from_variance(
         prior_precision: The prior's share of the precisions; by default the least precision.
         prior_mean: As for :class:`Posterior`.
         n_data: The number of data behind the variances, where it is known.
-        cls: The class of the posterior.
 
     Raises:
         ConfigurationError: Variances that are not positive and finite, of another shape, or larger than the prior's.
@@ -68,11 +66,10 @@ def from_variance(
         torch.Size([4, 2])
     """
     if isinstance(variance, Mapping):
-        masks = {name: torch.ones(own.shape, dtype=torch.bool) for name, own in variance.items()}
-        posterior = cls(model, likelihood, parameters=masks, prior_mean=prior_mean)
+        parameters = {name: torch.ones(own.shape, dtype=torch.bool) for name, own in variance.items()}
+    posterior = Diagonal(model, likelihood, parameters=parameters, prior_mean=prior_mean)
+    if isinstance(variance, Mapping):
         variance = torch.cat([variance[name].detach().flatten().double() for name in posterior.parameter_names])
-    else:
-        posterior = cls(model, likelihood, parameters=parameters, prior_mean=prior_mean)
     checks.shape("variance", variance, [posterior.n_parameters])
     checks.count("n_data", n_data)
     checks.positive("The least variance", float(variance.min()))
