@@ -145,8 +145,11 @@ def slq_trace(
     # the change over the last steps is below the other errors
     rounding = torch.finfo(wide).eps ** 0.5 * mean.abs()
     converged = bool(bias <= (torch.maximum(sem, rounding) if probes > 1 else rounding))
-    weights = space.quadrature_gradient(f) / probes if space.operator.tensors else samples
-    value = attach_one(mean.to(wide), space.operator.tensors, lambda x: space.parameter_gradients(x * weights))
+
+    def pullback(x: Tensor) -> tuple[Tensor, ...]:
+        return space.parameter_gradients(x / probes * space.quadrature_gradient(f))
+
+    value = attach_one(mean.to(wide), space.operator.tensors, pullback)
     if forms.requires_grad:  # f depends on tensors of its own
         value = value + (forms.mean() - mean).to(wide)
     return Estimate(value, sem.to(wide), matvecs, converged, probes, space.depth)
@@ -161,8 +164,11 @@ def _exact(operator: LinearMap, f: SpectralFunction, identity: Tensor) -> Estima
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     with_graph = evaluate(f, values).sum()
     total, matvecs = with_graph.detach(), operator.matvecs
-    weights = (vectors * derivative(f, values)) @ vectors.mT if operator.tensors else vectors
-    value = attach_one(total.to(wide), operator.tensors, lambda x: operator.parameter_pullback(identity, x * weights))
+
+    def pullback(x: Tensor) -> tuple[Tensor, ...]:
+        return operator.parameter_pullback(identity, x * (vectors * derivative(f, values)) @ vectors.mT)
+
+    value = attach_one(total.to(wide), operator.tensors, pullback)
     if with_graph.requires_grad:  # f depends on tensors of its own
         value = value + (with_graph - total).to(wide)
     return Estimate(value, torch.zeros_like(value.detach()), matvecs, True)

@@ -131,12 +131,8 @@ class TestControl:
         assert float((gradient * self.matrix).sum()) == pytest.approx(float(value.detach()), rel=1e-9)
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_a_seed_determines_the_estimate_in_each_type(self, method):
-        first, second, other = (
-            diagonal(lambda v: v @ self.matrix, 500, method=method, generator=generator(s), dtype=DTYPE).value
-            for s in (1, 1, 2)
-        )
-        assert torch.equal(first, second) and not torch.equal(first, other)
+    def test_narrow_types(self, method):
+        first = diagonal(lambda v: v @ self.matrix, 500, method=method, generator=generator(1), dtype=DTYPE).value
         narrow = self.matrix.float()
         single = diagonal(lambda v: v @ narrow, 500, method=method, generator=generator(1)).value
         assert single.dtype == torch.float32

@@ -1,13 +1,24 @@
-"""What each function refuses, and how: one table."""
+"""What is asked of a caller's operator, and what each function refuses, and how: one table."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
-from problems import generator, normal
+from problems import generator, normal, with_spectrum
+from torch import Tensor
 
 from laplace_plus import linalg
-from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
+from laplace_plus.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    OperatorError,
+    UnsupportedError,
+)
+from laplace_plus.linalg.linear_maps import LinearMap
 from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, SVDProjection
 
 N = 8
@@ -35,11 +46,16 @@ USES = {
     "eigsh": lambda f: linalg.eigsh(f, N, 1, dtype=torch.float64),
     "eigsh, restarted": lambda f: linalg.eigsh(f, N, 1, subspace=4, dtype=torch.float64),
     "cg": lambda f: linalg.cg(f, V),
-    "lsmr": lambda f: linalg.lsmr(f, None, V, n=N),
+    "lsmr": lambda f: linalg.lsmr(f, f, V, n=N),
     "project_null_space": lambda f: linalg.project_null_space(f, None, V, m=N),
 }
 SYMMETRIC = ["lanczos", "matrix_function", "bilinear", "slq_logdet", "nystrom", "eigsh", "cg"]
 every = pytest.mark.parametrize("use", USES.values(), ids=USES)
+
+
+def first_tensor(result):
+    """The first tensor among a result's fields."""
+    return next(x for x in vars(result).values() if isinstance(x, Tensor))
 
 
 @every
@@ -125,3 +141,112 @@ REFUSED = {
 def test_bad_arguments(error, call):
     with pytest.raises(error, match="Expected"):
         call()
+
+
+# -- callers' operators ------------------------------------------------------------------------------------------------
+
+# torch's own forward mode compiles its formulas by what it calls deprecated.
+FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+
+
+@FORWARD_MODE
+@every
+def test_forward_mode_is_refused(use):
+    ones = torch.ones_like(A)
+    with pytest.raises(UnsupportedError, match="reverse"):
+        torch.func.jvp(lambda s: first_tensor(use(lambda v: v @ (s * A))), (ones,), (ones,))
+
+
+def test_a_constant_product_may_be_the_same_tensor():
+    zero = torch.zeros(N, dtype=torch.float64)
+    solution = linalg.lsmr(lambda v: zero, lambda v: zero, V)
+    assert solution.converged and torch.equal(solution.value, zero)
+
+
+@every
+def test_autocast_changes_nothing(use):
+    entries = torch.linspace(1, 3, N).double()
+    torch.manual_seed(0)
+    expected = first_tensor(use(lambda v: v * entries))
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(first_tensor(use(lambda v: v * entries)), expected)
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_gradients_under_autocast():
+    entries = torch.linspace(1, 3, N).double().requires_grad_()
+    plain = torch.autograd.grad(linalg.lanczos(lambda v: v * entries, V, 4).off_diagonal.sum(), entries)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(linalg.lanczos(lambda v: v * entries, V, 4).off_diagonal.sum(), entries)[0]
+    assert torch.equal(found, plain)
+
+
+def test_types_are_found_in_what_holds_a_network():
+    """A method of an object that has a network."""
+
+    class Curvature:
+        def __init__(self):
+            self.network = torch.nn.Linear(N, N, bias=False).double()
+
+        def multiply(self, v: Tensor) -> Tensor:
+            return v @ self.network.weight.T
+
+    curvature = Curvature()
+    for operator in (curvature.multiply, lambda v: curvature.multiply(v)):
+        assert linalg.trace(operator, N).value.dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_transpose_is_found_without_gradients(mode):
+    a, b = normal(N, 3), V
+    expected = torch.linalg.lstsq(a, b[:, None]).solution[:, 0]
+    with mode():
+        torch.testing.assert_close(linalg.lsmr(lambda v: v @ a.T, None, b, n=3).value, expected)
+
+
+WIDE = with_spectrum(torch.linspace(0, 1, 300, dtype=torch.float64))
+RANDOM = {
+    "xtrace": lambda g: linalg.trace(lambda v: v @ WIDE, 300, generator=g),
+    "xnystrace": lambda g: linalg.trace(lambda v: v @ WIDE, 300, method="xnystrace", generator=g),
+    "hutchinson": lambda g: linalg.trace(lambda v: v @ WIDE, 300, method="hutchinson", generator=g),
+    "xdiag": lambda g: linalg.diagonal(lambda v: v @ WIDE, 300, generator=g),
+    "hutchinson's diagonal": lambda g: linalg.diagonal(lambda v: v @ WIDE, 300, method="hutchinson", generator=g),
+    "slq_logdet": lambda g: linalg.slq_logdet(lambda v: v @ WIDE, 300, shift=0.1, probes=6, generator=g),
+    "nystrom": lambda g: linalg.nystrom(lambda v: v @ WIDE, 300, 5, generator=g),
+    "eigsh": lambda g: linalg.eigsh(lambda v: v @ WIDE, 300, 2, generator=g),
+}
+
+
+@pytest.mark.parametrize("use", RANDOM.values(), ids=RANDOM)
+def test_a_seed_determines_the_result(use):
+    first, second, other = (first_tensor(use(generator(seed))) for seed in (1, 1, 2))
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+@pytest.mark.slow
+def test_gradients_of_many_vectors_keep_one_graph_at_a_time():
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def multiply(v: Tensor) -> Tensor:
+        nonlocal most
+        product = scale * v
+        alive.append(weakref.ref(product))
+        gc.collect()
+        most = max(most, sum(x() is not None for x in alive))
+        return product
+
+    operator = LinearMap(multiply, N)
+    vectors, cotangents = normal(100, N), normal(100, N, seed=1)
+    operator(vectors[:1])
+    (gradient,) = operator.parameter_pullback(vectors, cotangents)
+    torch.testing.assert_close(gradient, (vectors * cotangents).sum())
+    assert len(alive) == 5 and operator.matvecs == 101, "parts of 32 vectors"
+    assert most <= 2, "an earlier part's graph lives on"
+    wide = LinearMap(multiply, N)
+    wide(vectors)
+    alive.clear()
+    wide.parameter_pullback(vectors, cotangents)
+    assert len(alive) == 1, "what was multiplied together is differentiated together"
