@@ -164,12 +164,15 @@ def updates(rank: int, folder: Path) -> None:
         assert_same(ours, alone)
 
 
-@check
-def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)).double()
-    x, _ = data()
-    y = torch.randn(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return net, data()[0], torch.randn(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+@check
+def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
+    net, x, y = regression()
     noise = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     ours = fit(lp.KFAC(net, lp.Gaussian(noise_std=noise)), [(x[:5], y[:5])] if rank else [(x[5:], y[5:])])
     alone = lp.KFAC(net, lp.Gaussian(noise_std=noise)).fit([(x, y)])
@@ -182,10 +185,7 @@ def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
 @check
 def noise_levels_of_a_rank_without_data(rank: int, folder: Path) -> None:
     """One level an output, of which a rank learns from the others where it has no targets."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)).double()
-    x, _ = data()
-    y = torch.randn(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    net, x, y = regression()
     alone = lp.KFAC(net, "regression").fit([(x, y)])
     for owner in (0, 1):
         ours = fit(lp.KFAC(net, "regression"), [(x, y)] if rank == owner else [])
@@ -221,9 +221,8 @@ def monte_carlo_labels_differ_between_ranks(rank: int, folder: Path) -> None:
     many = lp.Native("ggn_mc", n_samples=500)
     estimate = fit(lp.Diagonal(net, "classification", backend=many), shard(rank, 4), generator=torch.Generator())
     exact = lp.Diagonal(net, "classification").fit(whole())
-    a = torch.cat([b.values.flatten() for _, b in estimate.state.curvature])
-    b = torch.cat([b.values.flatten() for _, b in exact.state.curvature])
-    assert abs(a.sum() / b.sum() - 1) < 0.1  # the standard error is about 0.02
+    found, wanted = (sum(b.values.sum() for _, b in one.state.curvature) for one in (estimate, exact))
+    assert abs(found / wanted - 1) < 0.1  # the standard error is about 0.02
 
 
 def small_low_rank() -> Any:
@@ -299,15 +298,9 @@ def a_rank_that_fails(rank: int, folder: Path) -> None:
                 assert f"Rank {culprit} failed." in message and "OSError: the disk is gone" in message
             assert "not fitted" in repr(posterior)
     x, y = data()
-    wrong = [(x, y + rank)]
-    assert (
-        "Rank 1"
-        in raised(
-            errors.LabelError if rank else errors.DistributedError,
-            lambda: fit(lp.KFAC(network(), "classification"), wrong),
-        )
-        or rank
-    )
+    kind = errors.LabelError if rank else errors.DistributedError
+    message = raised(kind, lambda: fit(lp.KFAC(network(), "classification"), [(x, y + rank)]))
+    assert rank or "Rank 1" in message
     net = network()
     for culprit in (0, 1):
         loader = Failing(shard(rank, 9), 5 if rank == culprit else 0)
