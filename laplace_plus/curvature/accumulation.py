@@ -53,7 +53,8 @@ class Accumulation:
         if isinstance(capture.inputs, Mapping) and not capture.pointwise:
             self._tokens = token_mask(capture.inputs, capture.n_examples)
         self._blocks: dict[str, Block] = {}
-        self._known = known = dict[str, list[Layout]]()  # by the names of parameters, how earlier batches use them
+        self._goes_on = bool(self.total.blocks)
+        known: dict[str, list[Layout]] = {}  # by the names of parameters, how earlier batches use them
         for layout, block in self.total.blocks:
             self._blocks[layout.key] = block
             self.corrects = self.corrects or (isinstance(block, KroneckerBlock) and block.corrected is not None)
@@ -80,7 +81,7 @@ class Accumulation:
             if block is None:
                 capture, dtype = self.gradients.capture, self.gradients.network.dtype
                 is_last = layout.shape[1] == capture.output_shape[-1] and capture.last_used in layout.names
-                if self._known:
+                if self._goes_on:
                     self._make_room(layout)
                 block = self.structure.create(layout, own, self.n_components, dtype, is_last=is_last)
                 self._blocks[layout.key] = block
