@@ -34,7 +34,6 @@ COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""
 
 _KEY, _NAME = attrgetter("key"), attrgetter("name")
-_KIND = attrgetter("__class__", "rows", "packed")
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,13 @@ class Gradients:
         self.network, self.capture, self._structure_layouts = network, capture, structure_layouts or ()
         found = examined(network, capture)
         self._rows = found.rows
-        key = tuple(map(_KIND, capture.calls)), found.general, found.unused, frozenset(capture.uncovered)
-        if key not in network.layouts:
-            network.layouts[key] = _plans(network, capture, found.general)
+        if found.plans is None:
+            found.plans = _plans(network, capture, found.general)
         self.layouts: list[Layout] = []
         self._plans: list[_Plan] = []
         self._joint: dict[int, Call] = {}  # calls by their numbers, and those of which each example goes by itself
         self._apart: dict[int, Call] = {}
-        for plan in network.layouts[key]:
+        for plan in found.plans:
             self.layouts.append(plan.layout)
             if not found.unused.issuperset(plan.layout.names):
                 self._plans.append(plan)

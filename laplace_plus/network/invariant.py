@@ -33,7 +33,7 @@ _NAME, _EDGE = attrgetter("name"), attrgetter("edge")
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Examined:
     """What is known about a batch.
 
@@ -42,12 +42,14 @@ class Examined:
         general: Parameters whose recorded calls do not tell their gradients.
         unused: Parameters that do not influence the outputs.
         unreached: Those and parameters that are used, but past any derivative.
+        plans: The blocks that follow, once they are made.
     """
 
     rows: tuple[Rows, ...]
     general: frozenset[str]
     unused: frozenset[str]
     unreached: set[str]
+    plans: Any = None
 
 
 def examined(network: Network, capture: Capture) -> Examined:

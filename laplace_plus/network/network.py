@@ -109,8 +109,7 @@ class Network:
 
     def forget(self) -> None:
         """Drop what has been learnt about how the network runs; a fit begins with this."""
-        self.layouts: dict[Any, Any] = {}  # blocks of the parameter vector, by what uses the parameters
-        self.examined: dict[Any, Any] = {}  # see laplace_plus.network.invariant
+        self.examined: dict[Any, Any] = {}  # of each kind of batch, see laplace_plus.network.invariant
         self.pushes: Any = None  # the way to products with the Jacobian that was found right
         self.missed: set[str] = set()  # parameters for which some batch missed the invariant
         self.warned: set[str] = set()  # parameters of which a warning has said what they cost
@@ -147,7 +146,7 @@ class Network:
             self.offsets[item.name] = self.n_parameters
             self.n_parameters += item.size
         self._layer_index: Tensor | None = None
-        self.layouts, self.examined = {}, {}
+        self.examined = {}
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 
