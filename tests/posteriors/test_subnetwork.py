@@ -220,7 +220,7 @@ BAD = {
     "selector": (ConfigurationError, "Unknown selector", {"name": "Largest", "size": 3}, {}),
     "prior": (ConfigurationError, "one number", lp.Random(3), {"prior_precision": torch.ones(2)}),
     "too many": (ConfigurationError, "among its candidates", lp.Random(10_000), {}),
-    "none": (SelectionError, "None of the named", "0", {"parameters": "2.*"}),
+    "none": (SelectionError, "no parameters", "0", {"parameters": "2.*"}),
 }
 
 

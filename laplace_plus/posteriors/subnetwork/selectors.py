@@ -17,7 +17,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import SelectionError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.selection import Selection, refine, select
 from laplace_plus.persistence import stored
@@ -191,11 +190,7 @@ class Chosen(Selector):
         for item in network.selected:
             own = chosen.get(item.name, torch.zeros(item.shape, dtype=torch.bool)).flatten()
             parts.append(own if item.mask is None else own[item.mask.cpu()])
-        mask = torch.cat(parts)
-        if not mask.any():
-            what, got = "None of the named entries is a candidate.", ", ".join(list(chosen)[:6])
-            raise SelectionError(what, expected=f"some of {', '.join(network.parameter_names[:6])} …", got=got)
-        return Choice(mask)
+        return Choice(torch.cat(parts))
 
 
 SELECTORS: Mapping[str, type[Selector]] = {

@@ -12,7 +12,7 @@ drawn and projected once, so that the bound is a deterministic function of α an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -130,10 +130,6 @@ def of_networks(network: Network, inputs: Any, mean: Tensor, moves: Tensor) -> T
     return torch.stack([network(inputs, network.substitute(mean + move)) for move in moves])
 
 
-Entry = tuple[Tensor, Any, Tensor | None]
-"""A batch's targets ``[B, ...]``, and its inputs; or, in their place, its outputs and the noise's tangents."""
-
-
 @dataclass
 class BoundAtMean:
     """The bound at a network's own weights as its mean, as a function of ``logs = (log α, log σ_im)``.
@@ -154,8 +150,8 @@ class BoundAtMean:
         point = logs.detach().clone().requires_grad_()
         total, slope = torch.zeros_like(logs[0]), torch.zeros_like(logs)
         with torch.enable_grad():
-            for entry in self.entries():
-                value = self.elbo.expected_nll(self.outputs(entry, point), entry[0]).to(point.device)
+            for outputs, target in self._outputs(point):
+                value = self.elbo.expected_nll(outputs, target).to(point.device)
                 slope += torch.autograd.grad(value, point)[0]
                 total += value.detach()
             objective, terms = self.elbo.objective(total, self.elbo.n_data, self._mean, self._rank, point)
@@ -182,26 +178,22 @@ class BoundAtMean:
             warn(text, ConvergenceWarning)
         return logs.detach(), [*history, terms], converged
 
-    def entries(self) -> Iterable[Entry]:
-        """The batches: with their inputs, or with outputs and tangents."""
+    def _outputs(self, logs: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        """Each batch's outputs ``[k, B, *, C]`` under samples, and its targets."""
         if self.elbo.expectation == "linearized":
-            return self._linearized
-        return ((batch.target, batch.inputs, None) for batch in self.elbo.batches())
+            for outputs, tangents, target in self._pushed:
+                yield mirrored(outputs, deviations(logs, *tangents.chunk(2))), target
+            return
+        for batch in self.elbo.batches():
+            moves = deviations(logs, self.noise.null_space, self.noise.range)
+            yield of_networks(self.network, batch.inputs, self._mean, moves), batch.target
 
     @cached_property
-    def _linearized(self) -> list[Entry]:
-        entries: list[Entry] = []
-        vectors = torch.cat([self.noise.null_space, self.noise.range])
+    def _pushed(self) -> list[tuple[Tensor, Tensor, Any]]:
+        """Each batch's outputs, the tangents of both components of the noise, and its targets."""
+        vectors, n = torch.cat([self.noise.null_space, self.noise.range]), self.n_outputs
         with torch.no_grad():
-            for batch in self.elbo.batches():
-                both = pushed(self.network, vectors, batch.inputs, n_outputs=self.n_outputs)
-                entries.append((batch.target, *both))
-        return entries
-
-    def outputs(self, entry: Entry, logs: Tensor) -> Tensor:
-        """Outputs ``[k, B, *, C]`` of a batch under samples."""
-        _, inputs, tangents = entry
-        if tangents is None:
-            moves = deviations(logs, self.noise.null_space, self.noise.range)
-            return of_networks(self.network, inputs, self._mean, moves)
-        return mirrored(inputs, deviations(logs, *tangents.chunk(2)))
+            return [
+                (*pushed(self.network, vectors, batch.inputs, n_outputs=n), batch.target)
+                for batch in self.elbo.batches()
+            ]
