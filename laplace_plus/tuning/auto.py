@@ -11,9 +11,9 @@ helps predictions. The default therefore scales the covariance by its leave-one-
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
    percent of the best one's gain over the network; or that of the least mean of this loss and the loss at midpoints of
    neighbouring data, if that is wider. Neither may be less sure than votes of neighbours are right; see
-   :func:`laplace_plus.tuning.deletions.neighbours`. A scale leaves the order of inputs by their uncertainty. Where none
-   gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still says how
-   unsure they are.
+   :func:`~laplace_plus.tuning.deletions.compared_between`. A scale leaves the order of inputs by their uncertainty.
+   Where none gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still
+   says how unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.tuning.noise_from_residuals` finds for new data. The noise then has the closed form of
@@ -29,7 +29,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,6 @@ ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 
 UNFINISHED = 2.0
 """Newton decrement of the end of training, in effective parameters, from which ``why`` says that it was early."""
-
 
 LOSS_RATIO, BLOCKS_RATIO = 35.0, 45.0
 """The least precision of training in units of ``S/‖θ‖²``, chosen together with the default tuning's ``SHARE``; and the
@@ -240,7 +240,7 @@ class Auto:
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 notes += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
-        compared, best, own = _choice(left_out.losses, between, noisy, may_be_own)
+        own, best, compared = _choice(left_out.losses, between, noisy, may_be_own)
         last, value = float(compared[-1]), float(compared[-1 if own else best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
@@ -322,16 +322,11 @@ def _why(chosen: str, scale: float, bounded: bool, interpolated: float | None, e
     return why
 
 
-class _Choice(NamedTuple):
-    """The losses that chose, the place of the scale, and whether the network predicts instead."""
+def _choice(losses: Tensor, between: Between | None, noisy: bool, may_be_own: bool) -> tuple[bool, int, Tensor]:
+    """Whether the network predicts, or else the place of the scale, and the losses that chose.
 
-    losses: Tensor
-    place: int
-    own: bool
-
-
-def _choice(losses: Tensor, between: Between | None, noisy: bool, may_be_own: bool) -> _Choice:
-    """By losses left out and their mean with those at midpoints: each is blind to some, so the wider, if allowed."""
+    By losses left out and their mean with those at midpoints: each is blind to some, so the wider, if allowed.
+    """
     losses = losses if between is None else losses.where(between.allowed, torch.inf)
     both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]
     if between is not None:
@@ -340,8 +335,8 @@ def _choice(losses: Tensor, between: Between | None, noisy: bool, may_be_own: bo
     for compared, given_up in both:
         enough = (compared <= compared.min() + given_up).nonzero()[0 if noisy else -1]
         own = may_be_own and float(compared[-1] - compared.min()) <= NEGLIGIBLE
-        found.append(_Choice(compared, 0 if own else int(enough), own))
-    return min(found, key=lambda choice: (choice.own, choice.place))
+        found.append((own, 0 if own else int(enough), compared))
+    return min(found, key=itemgetter(0, 1))
 
 
 @dataclass(frozen=True)
@@ -375,23 +370,17 @@ def training_end(
 ) -> TrainingEnd:
     """The prior precision that the training of a classifier acted with, read from where it ended.
 
-    Under weight decay training ends near ``g = −δ θ``, g the gradient of the summed loss. Its noise hides that from the
-    norm ``‖g + δ θ‖``, not from sums over many weights: for each tensor k, ``−⟨gₖ, θₖ⟩ = δ ‖θₖ‖²``. Where the two sides
-    are parallel over tensors and over rows, ``δ̂ = −⟨g, θ⟩/‖θ‖²`` is the weight decay within a few percent. On tables
-    trained by Adam their cosine was at least .988 over tensors with weight decay, and at most .89 without.
-    Displacements at 4 δ̂ are those that new data ask for, or less.
-
-    Without weight decay, training that ends early acts as a prior. Under gradient flow on a network of homogeneous
-    layers ``‖θ‖²`` grows with the time t at a rate of the order of the loss S summed over the data. So ``1/t``, the
-    ridge that ending at t amounts to, is of the order ``S/‖θ‖²``: an interpolating network has trained for long, and
-    gives way to each datum. On the development cells of benchmarks/defaults, 16 times that displaces outputs as far as
-    new data ask for, within a factor of 4 (one standard deviation) over four decades; the evidence's precision is off
-    by up to thirty. A gain that does not come is worse than one that is missed, so more is taken, and of exact steps
-    never less than 4 δ̂.
-
-    Weights that are far from where their gradient g would lead have trained less still. The Newton decrement
-    ``gᵀ (H + δ)⁻¹ g`` is γ, the effective number of parameters, for weights drawn from the posterior, and 0 at its
-    mode. Where it exceeds γ, their ratio is a factor on the precision.
+    - Under weight decay training ends near ``g = −δ θ``, g the gradient of the summed loss: for each tensor k,
+      ``−⟨gₖ, θₖ⟩ = δ ‖θₖ‖²``. Where the two sides are parallel over tensors and over rows, ``δ̂ = −⟨g, θ⟩/‖θ‖²`` is the
+      weight decay within a few percent. On tables trained by Adam their cosine was at least .988 over tensors with
+      weight decay, and at most .89 without.
+    - Without it, an early end acts as a prior. Under gradient flow on homogeneous layers ``‖θ‖²`` grows with the time
+      t at the order of the summed loss S, so that ``1/t``, the ridge that ending at t amounts to, is of the order
+      ``S/‖θ‖²``. On the development cells of benchmarks/defaults, 16 times that displaces outputs as far as new data
+      ask for, within a factor of 4 over four decades. A gain that does not come is worse than one that is missed, so
+      more is taken.
+    - The Newton decrement ``gᵀ (H + δ)⁻¹ g`` is γ, the effective number of parameters, for weights drawn from the
+      posterior, and 0 at its mode. Where training stopped before and it exceeds γ, their ratio is one more factor.
 
     One pass looks at a share of each batch, scaled to all N data; ``decay`` is a known δ, ``rank`` a factor's.
     UnsupportedError: torch has no derivatives in all weights, or not the memory.

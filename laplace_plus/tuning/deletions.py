@@ -388,10 +388,18 @@ KEPT = 1e8
 """Numbers of the inputs, and of distances, among which neighbours are searched at most; of more, evenly spread ones."""
 
 
-def neighbours(
-    posterior: Tunable, data: Iterable[Any], first: Batch, precision: Tensor, most: int
-) -> tuple[Deletions, float] | None:
-    """At most so many midpoints of a classifier's data, and the share of data whose label is their neighbours' vote.
+class Between(NamedTuple):
+    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
+
+    losses: Tensor
+    allowed: Tensor
+    accuracy: float
+
+
+def compared_between(
+    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Losses]
+) -> Between | None:
+    """What at most so many midpoints of a classifier's neighbouring data say; one pass, of which ``first`` is a batch.
 
     They stand for new data where a network interpolates: gradients vanish at its data, and leaving them out tells
     little. Halfway between a datum and a near neighbour it was not trained, and either's label is as good there, as for
@@ -400,8 +408,7 @@ def neighbours(
     other. Where classes overlap, midpoints err more often than new data. The neighbours' votes bound that: a trained
     network should be right as often, and a posterior that is less sure on average is too wide.
 
-    Midpoints have the label of their first end, and are left out: undisplaced. One pass over the data, of which
-    ``first`` is the first batch. None where inputs are no single floating tensor of one shape, or are too few.
+    None where inputs are no single floating tensor of one shape, or too few, or where losses are not finite.
     """
     network, n_data, x = posterior.network, posterior.n_data, first.inputs
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -423,35 +430,18 @@ def neighbours(
     near = distances.topk(NEIGHBOURS, largest=False).indices
     between, labels = ((x[chosen, None] + x[near]) / 2).flatten(0, 1), y[chosen].repeat_interleave(NEIGHBOURS, 0)
     pairs = list(zip(between.split(size), labels.split(size), strict=True))
-    found = Deletions(posterior, pairs, precision, None, "first_order", "position", displacing=_undisplaced)
-    found.of_the_fit = False
+    precision = posterior.prior_precision.detach()
+    midpoints = Deletions(posterior, pairs, precision, None, "first_order", "position", displacing=_undisplaced)
+    midpoints.of_the_fit = False
+    found = search(midpoints, noisy=False)
     soft = model.likelihood.couples_outputs and y.is_floating_point()
     classes = y.argmax(-1) if soft else y
-    agree = classes[near].mode(1).values == classes[chosen]
-    return found, float(agree.double().mean())
+    accuracy = float((classes[near].mode(1).values == classes[chosen]).double().mean())
+    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
+    return Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None
 
 
 def _undisplaced(inputs: Any, outputs: Tensor) -> list[Tensor]:
     """No covariance ``[U, C, C]``."""
     flat = outputs.flatten(0, -2)
     return [flat.new_zeros(*flat.shape, flat.shape[-1])]
-
-
-class Between(NamedTuple):
-    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
-
-    losses: Tensor
-    allowed: Tensor
-    accuracy: float
-
-
-def compared_between(
-    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Any]
-) -> Between | None:
-    """What at most so many midpoints of neighbouring data say; None without any, or where losses are not finite."""
-    near = neighbours(posterior, data, first, posterior.prior_precision.detach(), most)
-    if near is None:
-        return None
-    found, accuracy = search(near[0], noisy=False), near[1]
-    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
-    return Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None

@@ -90,26 +90,17 @@ class LeaveOneOutPredictions:
         *,
         link: str | None = None,
         scale: float = 1.0,
-        temperature: float = 1.0,
         n_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The leave-one-out predictive, of the Gaussian ``N(f₋ₙ/T, s V₋ₙ/T²)`` over each datum's outputs.
+        """The leave-one-out predictive, of the Gaussian ``N(f₋ₙ, s V₋ₙ)`` over each datum's outputs.
 
-        Args:
-            link: As for ``posterior.predictive``.
-            scale: ``s ≥ 0``.
-            temperature: ``T > 0``, by which outputs are divided.
-            n_samples: Number of samples where any are drawn.
-            generator: Source of randomness.
-
-        Raises:
-            ConfigurationError: An unknown link, a negative scale or a temperature that is not positive.
+        ``scale`` is ``s ≥ 0``; the others are as for ``posterior.predictive``. ConfigurationError for an unknown link
+        or a negative scale.
         """
         checks.number("scale", scale, least=0.0)
-        checks.positive("temperature", temperature)
-        mean, covariance = self.mean / temperature, self.covariance * (scale / temperature**2)
-        return from_functional(self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator)
+        options: Any = {"link": link, "n_samples": n_samples, "generator": generator}
+        return from_functional(self.likelihood, self.mean, self.covariance * scale, **options)
 
     def log_prob(self, **options: Any) -> Tensor:
         """``log p(yₙ | D₋ₙ)`` in nats, ``[N, *]``, 0 for ignored targets; options as for :meth:`predictive`."""
