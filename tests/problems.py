@@ -121,6 +121,12 @@ def function_of(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     return outputs
 
 
+def gaussian(*lead: int, size: int, seed: int = 0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """A mean ``[*lead, size]`` and a covariance of about ``scale``."""
+    factor = normal(*lead, size, size, seed=seed + 1, scale=(scale / size) ** 0.5)
+    return normal(*lead, size, seed=seed), factor @ factor.mT + 1e-3 * torch.eye(size, dtype=torch.float64)
+
+
 def whole(data: Data) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import generator, normal
+from problems import gaussian, generator, normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import (
@@ -24,12 +24,6 @@ from laplace_plus.predictive import from_functional, from_samples
 
 LIKELIHOODS = [Categorical(), Bernoulli(), Gaussian(0.5), HeteroscedasticGaussian(), Poisson()]
 CLOSED = [(likelihood, link) for likelihood in LIKELIHOODS for link in likelihood.links if link != "mc"]
-
-
-def gaussian(*lead, size, seed=0, scale=1.0):
-    """A mean ``[*lead, size]`` and a covariance of about ``scale``."""
-    factor = normal(*lead, size, size, seed=seed + 1, scale=(scale / size) ** 0.5)
-    return normal(*lead, size, seed=seed), factor @ factor.mT + 1e-3 * torch.eye(size, dtype=torch.float64)
 
 
 def expectation(function, mean, variance):

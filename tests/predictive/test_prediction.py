@@ -11,7 +11,7 @@ import torch
 import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import generator, normal
+from problems import gaussian, generator, normal
 
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import (
@@ -44,11 +44,6 @@ class Skellam(Likelihood):
 
     def moments(self, outputs):
         return outputs, torch.full_like(outputs, 4.0)
-
-
-def gaussian(*lead, size, seed=0, scale=1.0):
-    factor = normal(*lead, size, size, seed=seed + 1, scale=(scale / size) ** 0.5)
-    return normal(*lead, size, seed=seed), factor @ factor.mT + 1e-3 * torch.eye(size, dtype=torch.float64)
 
 
 # The law of total variance --------------------------------------------------------------------------------------------
