@@ -21,7 +21,7 @@ from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.native import Native
 from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
-from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.calls import Call
@@ -29,6 +29,13 @@ from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.gradients import Gradients
 from laplace_plus.network.network import Network
 from laplace_plus.structured.layout import MATRIX, Layout
+
+_LOSSES: dict[type[Likelihood], tuple[type[nn.Module], float]] = {
+    Categorical: (nn.CrossEntropyLoss, 1.0),
+    Bernoulli: (nn.BCEWithLogitsLoss, 1.0),
+    Gaussian: (nn.MSELoss, 0.5),
+}
+"""Losses whose sum, times the factor, is ``−log p`` at unit noise, up to a constant."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +146,11 @@ class ForeignBackend(Backend):
 
     def loss(self, likelihood: Likelihood) -> tuple[nn.Module, float]:
         """The torch loss of a likelihood at unit noise, and its factor; UnsupportedError if there is none."""
-        loss = likelihood.torch_loss()
-        if loss is None:
-            name = type(likelihood).__name__
-            raise self.refusal(f"has no loss for {name}", "a likelihood with a torch_loss", name)
-        return loss
+        found = _LOSSES.get(type(likelihood))
+        if found is None or likelihood.of_new_targets is not None:  # weights or smoothing
+            expected, name = ", ".join(cls.__name__ for cls in _LOSSES), type(likelihood).__name__
+            raise self.refusal(f"has no loss for {name}", expected, name)
+        return found[0](reduction="sum"), found[1]
 
     def private_copy(self, network: Network) -> nn.Module:
         """A copy of the model in evaluation mode, which may take hooks and attributes.

@@ -231,10 +231,6 @@ class Likelihood(ABC):
                 raise UnsupportedError(what, expected="a positive semi-definite -∂² log p(y|f) / ∂f²", got=got, fix=fix)
         return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
-    def torch_loss(self) -> tuple[torch.nn.Module, float] | None:
-        """A sum-reduced torch loss, or None; times the factor it is ``−log p`` at unit noise, up to a constant."""
-        return None
-
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
         flat, targets, weight = self.rows(outputs, targets)

@@ -236,10 +236,6 @@ class Categorical(Likelihood):
             raise UnsupportedError(what, got=repr(self), fix=fix)
         return self.sample(outputs, generator=generator)
 
-    def torch_loss(self) -> tuple[torch.nn.Module, float] | None:
-        """Cross-entropy; None with weights or smoothing."""
-        return (torch.nn.CrossEntropyLoss(reduction="sum"), 1.0) if self.of_new_targets is None else None
-
     def distribution(self, outputs: Tensor) -> CategoricalDistribution:
         """A categorical distribution with batch shape ``[...]``."""
         return CategoricalDistribution(logits=outputs, validate_args=False)

@@ -160,10 +160,6 @@ class Bernoulli(Elementwise):
         scales = weight.unsqueeze(-1) * self.root_diagonal(outputs).square()
         return OutputCurvature(scales, scales, coupled=False)
 
-    def torch_loss(self) -> tuple[torch.nn.Module, float]:
-        """Binary cross-entropy."""
-        return torch.nn.BCEWithLogitsLoss(reduction="sum"), 1.0
-
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
         """Bernoulli distributions with batch shape ``[..., C]``."""
         return BernoulliDistribution(logits=outputs, validate_args=False)

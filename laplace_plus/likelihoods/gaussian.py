@@ -132,10 +132,6 @@ class Gaussian(RealTargets):
 
     output_root = output_hessian
 
-    def torch_loss(self) -> tuple[torch.nn.Module, float]:
-        """The squared error, whose gradient is twice the residual."""
-        return torch.nn.MSELoss(reduction="sum"), 0.5
-
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., C]``."""
         return Normal(outputs, self._noise_std.to(outputs).expand_as(outputs), validate_args=False)
