@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from laplace_plus.linalg.krylov import KrylovSpace, LanczosDecomposition, decomposition, start_vectors
+from laplace_plus.linalg.krylov import KrylovSpace, LanczosDecomposition, decomposition, map_of, start_vectors
 from laplace_plus.linalg.linear_maps import NOT_TRANSPOSED, LinearMap, Matvec, without_autocast
 from laplace_plus.linalg.operators import Operator
 
@@ -90,8 +90,7 @@ def bidiagonalize(
     n = start.shape[-1]
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
-    single = start.ndim == 1
-    A = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=start.dtype, single=single)
+    A = map_of(matvec, start, m=m, rmatvec=rmatvec, parameters=parameters)
     start = pad(start, (m, 0))
     space = KrylovSpace(_Augmented(A), start)
     found = LanczosDecomposition(*decomposition(space, start, 2 * min(depth, m, n)))

@@ -122,7 +122,7 @@ def arnoldi(
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
     start = start_vectors(v, depth)
-    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters)
+    space = KrylovSpace(map_of(matvec, start, rmatvec=rmatvec, parameters=parameters), start)
     return ArnoldiDecomposition(*decomposition(space, start, depth))
 
 
@@ -157,7 +157,8 @@ def lanczos(
         [1.0, 2.0, 4.0]
     """
     start = start_vectors(v, depth)
-    space = KrylovSpace(matvec, start, symmetric=True, parameters=parameters, check_symmetry=check_symmetry)
+    operator = map_of(matvec, start, symmetric=True, parameters=parameters)
+    space = KrylovSpace(operator, start, check_symmetry=check_symmetry)
     return LanczosDecomposition(*decomposition(space, start, depth))
 
 
@@ -167,6 +168,11 @@ def start_vectors(v: Tensor, depth: int) -> Tensor:
     return vectors_of("v", v)
 
 
+def map_of(matvec: Matvec, start: Tensor, **options: Any) -> LinearMap:
+    """A square operator for start vectors; for one of them, ``[n]``, it gets single vectors."""
+    return LinearMap(matvec, start.shape[-1], dtype=start.dtype, single=start.ndim == 1, **options)
+
+
 class KrylovSpace:
     """The Arnoldi process with full re-orthogonalisation for a stack of start vectors, which can be continued.
 
@@ -174,7 +180,7 @@ class KrylovSpace:
     epsilon times ``max_j ‖A q_j‖``.
 
     Args:
-        matvec: A; for one start vector ``[n]`` it gets single vectors. Further arguments as for :class:`LinearMap`.
+        operator: A, as :func:`map_of` makes it.
         start: ``[n]`` or ``[..., n]``, not zero.
         check_symmetry: Whether to check a symmetric operator.
 
@@ -189,22 +195,9 @@ class KrylovSpace:
         complete: Whether all spaces are invariant, so that more steps would change nothing.
     """
 
-    def __init__(
-        self,
-        matvec: Matvec | LinearMap,
-        start: Tensor,
-        *,
-        rmatvec: Matvec | None = None,
-        symmetric: bool = False,
-        parameters: Iterable[Tensor] | None = None,
-        check_symmetry: bool = True,
-    ):
-        options: dict[str, Any] = {"rmatvec": rmatvec, "symmetric": symmetric, "parameters": parameters}
-        options |= {"dtype": start.dtype, "single": start.ndim == 1}
-        self.operator: LinearMap
-        self.operator = matvec if isinstance(matvec, LinearMap) else LinearMap(matvec, start.shape[-1], **options)
+    def __init__(self, operator: LinearMap, start: Tensor, *, check_symmetry: bool = True):
         rows = start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
-        self._outer, self._check = start.dtype, check_symmetry
+        self.operator, self._outer, self._check = operator, start.dtype, check_symmetry
         self._rounding = 10 * torch.finfo(rows.dtype).eps
         self.norm = vector_norm(rows)
         self._basis = self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])

@@ -21,7 +21,7 @@ from laplace_plus.checks import count, number
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.estimates import working_type
-from laplace_plus.linalg.krylov import ArnoldiDecomposition, KrylovSpace, decomposition, start_vectors
+from laplace_plus.linalg.krylov import ArnoldiDecomposition, KrylovSpace, decomposition, map_of, start_vectors
 from laplace_plus.linalg.linear_maps import Matvec, attach_one, without_autocast
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, divided_differences
 
@@ -255,7 +255,7 @@ def arnoldi_function(
         (tensor([0.5403, 0.8415]), True)
     """
     start = start_vectors(v, depth)
-    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters)
+    space = KrylovSpace(map_of(matvec, start, rmatvec=rmatvec, parameters=parameters), start)
     for steps in _depths(depth, tolerance, cap):
         now = ArnoldiDecomposition(*decomposition(space, start, steps))
         coordinates, error = _coordinates(now, f)

@@ -141,33 +141,27 @@ def eigsh(
     return PartialEigen(attach_one(values, operator.tensors, pullback), vectors, residuals, matvecs, converged)
 
 
+@dataclass
 class _ThickRestart:
-    """A search for the outermost eigenpairs of a symmetric operator; see :func:`eigsh` for the arguments.
+    """A search for the outermost eigenpairs of a symmetric operator; see :func:`eigsh` for its options.
 
-    Attributes:
-        values: ``[j]``, the most wanted first, in float64 on the CPU.
-        vectors: ``[j, n]``.
-        norm: A lower bound of ‖A‖.
+    It finds ``values [j]``, the most wanted first, in float64 on the CPU, and ``vectors [j, n]``; ``norm`` is a lower
+    bound of ‖A‖.
     """
 
-    def __init__(
-        self,
-        operator: LinearMap,
-        which: Which,
-        level: float,
-        subspace: int,
-        restarts: int,
-        random: Callable[[], Tensor],
-        dtype: torch.dtype,
-    ):
-        self._operator, self._which, self._level, self._dtype = operator, which, level, dtype
-        self._subspace, self._restarts, self._random = subspace, restarts, random
-        self.norm = 0.0
+    operator: LinearMap
+    which: Which
+    level: float
+    subspace: int
+    restarts: int
+    random: Callable[[], Tensor]
+    dtype: torch.dtype
+    norm: float = 0.0
 
     def find(self, start: Tensor, k: int) -> bool:
         """Whether k pairs converged, and a search from a random vector found nothing better."""
         n = len(start)
-        if self._subspace >= n:
+        if self.subspace >= n:
             self._solve_whole(torch.eye(n).to(start), k)
             return True
         self.values, self.vectors = torch.zeros(0, dtype=torch.float64), start.new_zeros(0, n)
@@ -175,7 +169,7 @@ class _ThickRestart:
         while complete and len(self.values) < n:
             # the complement may contain another copy of an eigenvalue that was found
             last, found = self.values[k - 1], len(self.values)
-            complete = self._search(self._random()[0], 1, last)
+            complete = self._search(self.random()[0], 1, last)
             rounding = 10 * torch.finfo(start.dtype).eps * self.norm
             if len(self.values) == found or self._key(self.values[-1]) <= self._key(last) + rounding:
                 break
@@ -186,11 +180,11 @@ class _ThickRestart:
 
     def _solve_whole(self, identity: Tensor, k: int) -> None:
         """Find the pairs from products with all unit vectors at once, as many as an iteration would take."""
-        matrix = self._operator(identity)
+        matrix = self.operator(identity)
         lengths = product_length(matrix)
         require_finite("The search for eigenpairs", lengths)
         self.norm = float(lengths.max())
-        require_adjoint(matrix, matrix.mT, self.norm, self._dtype)
+        require_adjoint(matrix, matrix.mT, self.norm, self.dtype)
         values, vectors = torch.linalg.eigh(matrix.double().cpu())
         self.norm = max(self.norm, float(values.abs().max()))
         chosen = self._order(values)[:k]
@@ -201,7 +195,7 @@ class _ThickRestart:
         self.values, self.vectors = self.values[order], self.vectors[order.to(self.vectors.device)]
 
     def _key(self, values: Tensor) -> Tensor:
-        return {"largest": values, "smallest": -values, "magnitude": values.abs()}[self._which]
+        return {"largest": values, "smallest": -values, "magnitude": values.abs()}[self.which]
 
     def _order(self, values: Tensor) -> Tensor:
         return self._key(values).argsort(descending=True, stable=True)
@@ -210,7 +204,7 @@ class _ThickRestart:
         """Find k pairs in the complement of the known ones, or show that none exceeds a threshold."""
         known, n = self.vectors.shape
         free = n - known
-        k, size = min(k, free), min(self._subspace, free)
+        k, size = min(k, free), min(self.subspace, free)
         basis = start.new_zeros(known + size, n)
         basis[:known] = self.vectors
         # Q A Qᵀ: on and above the diagonal from products, below it as it follows from symmetry.
@@ -219,7 +213,7 @@ class _ThickRestart:
         while True:
             for j in range(kept, size):
                 basis[known + j] = vector
-                product = self._operator(vector)
+                product = self.operator(vector)
                 rest, coefficients = orthogonalize(basis[: known + j + 1], product)
                 matrix[: j + 1, j] = coefficients[known:]
                 lengths = torch.stack([product_length(product), vector_norm(rest)])
@@ -231,25 +225,25 @@ class _ThickRestart:
                 else:
                     beta = 0.0
                     if j + 1 < free:
-                        vector = self._unit(self._random()[0], basis[: known + j + 1])
+                        vector = self._unit(self.random()[0], basis[: known + j + 1])
                 matrix[j + 1, j] = beta
             square = matrix[:size]
-            require_adjoint(square, square.mT, self.norm, self._dtype)
+            require_adjoint(square, square.mT, self.norm, self.dtype)
             values, vectors = torch.linalg.eigh(square.double().cpu(), UPLO="U")
             order = self._order(values)
             values, vectors = values[order], vectors[:, order]
             residuals = beta * vectors[-1].abs()
             self.norm = max(self.norm, float(values.abs().max()))
-            good = residuals <= self._level * self.norm
+            good = residuals <= self.level * self.norm
             done = bool(good[:k].all())
             beaten = threshold is not None and bool(self._key(values)[0] + residuals[0] < self._key(threshold))
-            if done or beaten or self._restarts == 0:
+            if done or beaten or self.restarts == 0:
                 if not beaten:
                     chosen = torch.nonzero(good[:k])[:, 0]
                     self.vectors = torch.cat([self.vectors, vectors[:, chosen].T.to(basis) @ basis[known:]])
                     self.values = torch.cat([self.values, values[chosen]])
                 return done or beaten
-            self._restarts -= 1
+            self.restarts -= 1
             kept = min(k + (size - k) // 2, size - 1)
             turn = vectors[:, :kept].to(basis).T
             for columns in basis[known:].split(_COLUMNS, 1):  # in place

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.linalg.krylov import KrylovSpace, combine
+from laplace_plus.linalg.krylov import KrylovSpace, combine, map_of
 from laplace_plus.linalg.linear_maps import Matvec
 
 SpectralFunction = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ class SpectralSpace(KrylovSpace):
     """A Krylov space of a symmetric operator, and functions of the operator on it."""
 
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
-        super().__init__(matvec, start, symmetric=True, parameters=parameters)
+        super().__init__(map_of(matvec, start, symmetric=True, parameters=parameters), start)
 
     def evaluated(self, evaluate: Callable[[int | None], Tensor], depth: int) -> tuple[Tensor, Tensor]:
         """A result after ``depth`` steps, and its errors ``[batch]``.
