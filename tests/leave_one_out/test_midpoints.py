@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from leave_one_out_problems import linear_problem
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import NoGainWarning
-from laplace_plus.tuning import auto
-from laplace_plus.tuning import deletions as midpoints_module
+from laplace_plus.tuning import auto, deletions
+
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 
 
 @pytest.mark.parametrize("limit", [{}, {"KEPT": 30 * 30 / 2}])
@@ -26,7 +25,7 @@ def test_losses_at_midpoints_are_those_of_dense_formulas(cls, prior, limit, monk
     does, and they widen it.
     """
     for name, value in limit.items():
-        monkeypatch.setattr(midpoints_module, name, value)
+        monkeypatch.setattr(deletions, name, value)
     net, x, y = linear_problem(classification=True)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -98,7 +97,6 @@ def test_no_scale_is_less_sure_at_midpoints_than_votes_of_neighbours_are_right(k
     assert sure[0] < found.neighbour_accuracy <= sure[1]
 
 
-@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 def test_neighbours_are_the_same_far_from_the_origin():
     class Shifted(nn.Linear):
         def forward(self, x):
@@ -118,15 +116,10 @@ def test_neighbours_are_the_same_far_from_the_origin():
 def test_data_without_labels_have_no_say():
     net, x, y = linear_problem(classification=True)
     blank = torch.full((20,), -100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoGainWarning)
-        found = [
-            lp.Diagonal(net, lp.Categorical(ignore_index=-100))
-            .fit(data)
-            .fit_prior_precision(lp.Auto(training_prior_precision=1.0))
-            .tuning
-            for data in ([(x, y)], [(torch.cat([x, x[:20] + 0.01]), torch.cat([y, blank]))])
-        ]
+    found = []
+    for data in ([(x, y)], [(torch.cat([x, x[:20] + 0.01]), torch.cat([y, blank]))]):
+        posterior = lp.Diagonal(net, lp.Categorical(ignore_index=-100)).fit(data)
+        found.append(posterior.fit_prior_precision(lp.Auto(training_prior_precision=1.0)).tuning)
     assert found[0].neighbour_accuracy == found[1].neighbour_accuracy
     torch.testing.assert_close(found[0].midpoint_losses, found[1].midpoint_losses, rtol=1e-6, atol=0)
 
@@ -136,16 +129,9 @@ def test_where_there_are_no_midpoints_leaving_out_decides_alone():
     tokens = torch.arange(30) % 3
     embedding = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)).double()
     positions = x.view(5, 6, 3), y.view(5, 6)
-    cases = {
-        "tokens": (embedding, [(tokens, y)]),
-        "positions": (net, [positions]),
-        "few": (net, [(x[:5], y[:5])]),
-    }
-    for name, (network, data) in cases.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoGainWarning)
-            found = lp.Diagonal(network, "classification").fit(data).fit_prior_precision().tuning
-        assert found.midpoint_losses is None and found.losses.isfinite().all(), name
+    for network, data in ((embedding, [(tokens, y)]), (net, [positions]), (net, [(x[:5], y[:5])])):
+        found = lp.Diagonal(network, "classification").fit(data).fit_prior_precision().tuning
+        assert found.midpoint_losses is None and found.losses.isfinite().all()
 
 
 def test_a_network_may_refuse_midpoints():
@@ -157,7 +143,5 @@ def test_a_network_may_refuse_midpoints():
 
     _, x, y = linear_problem(classification=True)
     posterior = lp.Diagonal(Codes(3, 2).double(), "classification").fit([((4 * x).round(), y)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoGainWarning)
-        found = posterior.fit_prior_precision().tuning
+    found = posterior.fit_prior_precision().tuning
     assert found.midpoint_losses is None and "Midpoints were not compared: " in found.why
