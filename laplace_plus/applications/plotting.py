@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Okabe and Ito (2008): colours that colour-blind readers can tell apart, too.
 _BLUE, _ORANGE, _GREEN, _RED, _PINK, _GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#707070"
 _SHARES = ["#a4cfec", "#b9daf0", "#cfe5f5", "#e4f1fa", "#f6fafd", "#fef9f3", "#fdeedd", "#fbe1c5", "#f9d3aa", "#f6c48e"]
-_N_TICKS = 5
+_TICKS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 
 STYLE = {  # the tutorials' look: plt.rcParams.update(plotting.STYLE)
     "axes.prop_cycle": f"cycler('color', {[_BLUE, _ORANGE, _GREEN, _RED, _PINK]})",
@@ -154,7 +154,24 @@ def reliability_diagram(
     """
     axes = _panels(len(predictions)) if axes is None else axes
     for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
-        _draw(panel, name, probabilities, targets, n_bins)
+        bins = metrics.reliability_curve(probabilities, targets, n_bins)
+        error = float(metrics.expected_calibration_error(probabilities, targets, n_bins))
+        filled = bins.counts > 0
+        accuracy, confidence = bins.accuracy[filled].tolist(), bins.confidence[filled].tolist()
+        sizes = (220 * bins.counts[filled] / bins.counts.sum()).tolist()  # points squared: the area shows the share
+        middles = ((torch.arange(n_bins) + 0.5) / n_bins)[filled.cpu()].tolist()
+        panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        panel.bar(middles, accuracy, width=0.92 / n_bins, color=_BLUE, alpha=0.85, zorder=2, label="accuracy")
+        panel.vlines(middles, accuracy, confidence, color=_RED, linewidth=2, zorder=3, label="gap to confidence")
+        panel.scatter(middles, confidence, color=_RED, s=14, zorder=4, label="mean confidence")
+        below = [-0.07] * len(middles)
+        panel.scatter(middles, below, s=sizes, color=_GREY, zorder=4, clip_on=False, label="share of predictions")
+        panel.axhline(0, color="black", linewidth=0.6)
+        panel.set(
+            title=f"{name}\nECE {error:.3f}", xlabel="confidence", xlim=(0, 1), ylim=(-0.14, 1.02), aspect="equal"
+        )
+        panel.set(xticks=_TICKS, yticks=_TICKS)
+        panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("accuracy")
     legend = axes[0].legend(loc="upper left", fontsize="small", frameon=False, borderaxespad=0)
     for handle in legend.legend_handles:
@@ -171,24 +188,3 @@ def _panels(n_panels: int) -> Sequence[Axes]:
 
     figure = Figure(figsize=(2.5 * n_panels + 0.4, 3.2), layout="constrained")
     return list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])
-
-
-def _draw(panel: Axes, name: str, probabilities: Tensor, targets: Tensor, n_bins: int) -> None:
-    curve = metrics.reliability_curve(probabilities, targets, n_bins)
-    error = float(metrics.expected_calibration_error(probabilities, targets, n_bins))
-    filled = curve.counts > 0
-    accuracy, confidence = curve.accuracy[filled].tolist(), curve.confidence[filled].tolist()
-    sizes = (220 * curve.counts[filled] / curve.counts.sum()).tolist()  # points squared: the area shows the share
-    middles = ((torch.arange(n_bins) + 0.5) / n_bins)[filled.cpu()].tolist()
-
-    panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    panel.bar(middles, accuracy, width=0.92 / n_bins, color=_BLUE, alpha=0.85, zorder=2, label="accuracy")
-    panel.vlines(middles, accuracy, confidence, color=_RED, linewidth=2, zorder=3, label="gap to confidence")
-    panel.scatter(middles, confidence, color=_RED, s=14, zorder=4, label="mean confidence")
-    below = [-0.07] * len(middles)
-    panel.scatter(middles, below, s=sizes, color=_GREY, zorder=4, clip_on=False, label="share of predictions")
-    panel.axhline(0, color="black", linewidth=0.6)
-    panel.set(title=f"{name}\nECE {error:.3f}", xlabel="confidence", xlim=(0, 1), ylim=(-0.14, 1.02), aspect="equal")
-    ticks = [tick / _N_TICKS for tick in range(_N_TICKS + 1)]
-    panel.set(xticks=ticks, yticks=ticks)
-    panel.spines[["top", "right"]].set_visible(False)
