@@ -36,6 +36,7 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning, Unsuppor
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
+from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.public import full_precision
@@ -247,7 +248,11 @@ def calibrate(
     link = posterior.likelihood.links[0] if link is None else link
     checks.choice("link", link, [name for name in posterior.likelihood.links if name != "bridge"])
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
-    training_nll, n_terms = _training_loss(posterior, again, progress)
+    with exact_arithmetic(posterior.network):
+        model, network = posterior.laplace_model(), posterior.network
+        seen = survey(model, network, again, posterior.n_data, progress=progress, description="training loss")
+        checks.positive("The number of targets that count", seen.n_rows)
+        training_nll = -float(model.log_likelihood()) / seen.n_rows
     own = copy.copy(posterior)  # shares the curvature and the network
 
     def result(rule: Any, *, temperature: float = 1.0, scale: float = 0.0, **found: Any) -> CalibratedPosterior:
@@ -264,7 +269,7 @@ def calibrate(
         what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
         expected = f"a mean training loss of at least {interpolation:.3g} nats"
         raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
-    decay = n_terms * (weight_decay or 0.0) / float(posterior.temperature)
+    decay = seen.n_entries * (weight_decay or 0.0) / float(posterior.temperature)
     own.prior_precision = decay if training_prior_precision is None else training_prior_precision
     left = leave_one_out(own, again, kappa=kappa, leverages=leverages, progress=progress)
     observations = left.likelihood.rows(left.mean.double(), left.targets)
@@ -294,15 +299,6 @@ def _outputs(posterior: Posterior, x: Any) -> Tensor:
     outputs = posterior.network.forward(posterior.network.receive(x))
     require_outputs(outputs.shape, posterior.n_outputs, x)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-
-
-@full_precision
-def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
-    """The network's mean loss on the data of the fit, and the number of terms that its mean has in training."""
-    model, network = posterior.laplace_model(), posterior.network
-    seen = survey(model, network, data, posterior.n_data, progress=progress, description="training loss")
-    checks.positive("The number of targets that count", seen.n_rows)
-    return -float(model.log_likelihood()) / seen.n_rows, seen.n_entries
 
 
 def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[float, float]:

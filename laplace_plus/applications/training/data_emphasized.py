@@ -167,7 +167,7 @@ def train_data_emphasized(
             with torch.no_grad():
                 rho.copy_(state["rho"])
         for _ in progress_bar(range(len(loop.losses), epochs), enabled=progress, description="data-emphasised"):
-            loop.end(loop.train(lambda batch: bound(batch, loop)))
+            loop.train(lambda batch: bound(batch, loop))
             loop.n_data = loop.n_examples
     variance, prior = (level.detach() for level in bound.levels())
     posterior.prior_precision = 1 / prior[0] if groups is None else 1 / prior

@@ -115,13 +115,10 @@ class Loop:
             what = f"Training diverged in epoch {len(self.losses) + 1}, by batch {len(sizes)}. {error}"
             raise NonFiniteError(what, fix="Use a smaller learning rate, or max_gradient_norm.") from error
         self.n_examples, self.mean_batch_size = sum(sizes), sum(sizes) / len(sizes)
-        return total / len(sizes)
-
-    def end(self, loss: float) -> None:
-        """After an epoch: take a step of the schedule, and note the loss."""
+        self.losses.append(total / len(sizes))
         if self.schedule_by == "epoch":
-            self._schedule(loss)
-        self.losses.append(loss)
+            self._schedule(self.losses[-1])
+        return self.losses[-1]
 
     def _schedule(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

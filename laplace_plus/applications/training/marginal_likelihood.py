@@ -276,7 +276,6 @@ def train_marginal_likelihood(
             if is_due:
                 own.fit(curved, generator=generator)
                 run.update(epoch, loss)
-            loop.end(loss)
             if isinstance(bar, tqdm):
                 evidence = f"{run.updates[-1].evidence:.6g}" if run.updates else "-"
                 bar.set_postfix(loss=f"{loss:.4g}", evidence=evidence, refresh=False)
