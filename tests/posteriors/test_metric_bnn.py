@@ -6,7 +6,7 @@ from problems import generator
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NotFittedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.metric_bnn import latents as coordinates
@@ -437,7 +437,6 @@ def test_bad_requests_are_named(problem):
     with pytest.raises(DataError, match="used once"):
         posterior.fit(iter(data))
     posterior.fit(data)
-    with pytest.raises(NotFittedError, match="no latent model"):
-        posterior.encode(posterior.mean)
+    assert posterior.latents is None
     with pytest.raises(ConfigurationError, match="no noise to tune"):
         posterior.fit_prior_precision(data=data, tune_noise=True)

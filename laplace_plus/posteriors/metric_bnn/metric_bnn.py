@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConvergenceWarning, NotFittedError, warn
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.estimates import draw_probes
@@ -118,6 +118,7 @@ class MetricBNN(Posterior):
 
     default_method = "sampled"
     report = of_state("report", "How the exploration went, an :class:`ExplorationReport`.")
+    latents = of_state("latents", "The autoencoder, :class:`Latents`; None where samples are not made by one.")
     extent = of_state(
         "extent",
         "Fraction of each trajectory, from its start, that is sampled; in (0, 1], and 1 after a fit.",
@@ -201,17 +202,10 @@ class MetricBNN(Posterior):
 
     # -- what it found -------------------------------------------------------------------------------------------------
 
-    def _latents(self) -> Latents:
-        self.require_fit()
-        if self.state.latents is None:
-            what = "This posterior has no latent model."
-            raise NotFittedError(what, expected='a fit with sampling="latent"', got=f"sampling={self.sampling!r}")
-        return self.state.latents
-
     @property
     def latent_report(self) -> LatentReport:
         """How the autoencoder was trained."""
-        return self._latents().report
+        return self.latents.report
 
     @property
     def trajectories(self) -> Tensor:
@@ -223,12 +217,12 @@ class MetricBNN(Posterior):
     @full_precision
     def encode(self, vectors: Tensor) -> Tensor:
         """Latents φ(θ) of parameter vectors, ``[..., P] -> [..., k]``."""
-        return self._latents().encode(vectors - self.mean, self.state.points)
+        return self.latents.encode(vectors - self.mean, self.state.points)
 
     @full_precision
     def decode(self, latents: Tensor) -> Tensor:
         """Parameter vectors ψ(z) of latents, ``[..., k] -> [..., P]``."""
-        return self.mean + self._latents().decode(latents, self.state.points)
+        return self.mean + self.latents.decode(latents, self.state.points)
 
     @property
     def exploration(self) -> MetricBNN:
@@ -260,7 +254,7 @@ class MetricBNN(Posterior):
         self.require_fit()
         device = None if generator is None else generator.device
         if self.sampling == "latent":
-            latents = self._latents()
+            latents = self.latents
             which = torch.randint(len(latents.ends), (n,), generator=generator, device=device)
             uniform = torch.rand(n, generator=generator, device=device, dtype=torch.float64)
             part_of = uniform.to(self.mean) * self.extent

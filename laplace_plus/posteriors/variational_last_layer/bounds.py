@@ -29,7 +29,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.likelihoods import Categorical, HeteroscedasticGaussian, Likelihood
 from laplace_plus.likelihoods.gaussian import LOG_2PI
 from laplace_plus.likelihoods.sampling import standard_normal
@@ -141,9 +141,7 @@ class Regression:
         if not shape:
             return Solution(Gaussians(weights, root), (evidence - half * variance.log() - fit / 2).sum())
         first, a, rate = shape * variance, shape + half, shape * variance + fit / 2
-        if not a > 1:
-            what = "Student-t noise has no variance after so few data."
-            raise ConfigurationError(what, expected="noise_shape + N/2 > 1", got=f"{a:.3g}", fix="Raise noise_shape.")
+        checks.number("noise_shape + N/2, with which Student-t noise has a variance,", a, above=1.0)
         gammas = torch.lgamma(torch.tensor([a, shape], dtype=torch.float64)).diff().neg().to(rate)
         q = Gaussians(weights, root * (rate / (a - 1)).sqrt()[:, None, None])
         return Solution(q, (evidence + gammas + shape * first.log() - a * rate.log()).sum(), a, rate)
