@@ -19,14 +19,10 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus._progress import progress_bar
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
 from laplace_plus.linalg.estimates import jackknife
 from laplace_plus.linalg.linear_maps import require_finite
-
-_TOGETHER = 16
-"""Probes that are multiplied together; bounds the memory, which grows with it."""
 
 
 def scalar_curvature(landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
@@ -66,9 +62,8 @@ def estimate_scalar_curvature(
     probes: int = 100,
     deflate: int = 0,
     generator: torch.Generator | None = None,
-    progress: bool = False,
 ) -> Estimate:
-    """An unbiased estimate of S from ``probes + 1`` Hessian-vector products, in memory for a few vectors.
+    """An unbiased estimate of S from ``probes + 1`` Hessian-vector products, in memory for as many vectors.
 
     ``(tr H)²`` is the mean of ``t_i t_j`` over pairs of different probes, ``t_i = v_iᵀ H v_i``, since the square of a
     mean would be biased; ``tr(H²)`` is that of ``‖H v_i‖²``. The two nearly cancel where one eigenvalue of H dominates.
@@ -82,7 +77,6 @@ def estimate_scalar_curvature(
         probes: Number m ≥ 2 of random vectors of signs; two give no standard error.
         deflate: Number of eigenvectors to remove.
         generator: Source of randomness.
-        progress: Whether to show a progress bar.
 
     Returns:
         The estimate, its value 0-d; ``sem`` is infinite for two probes.
@@ -99,14 +93,14 @@ def estimate_scalar_curvature(
     if deflate:
         options: Any = {"generator": generator, "dtype": point.dtype, "device": point.device}
         basis = eigsh(surface.products, n, deflate, which="magnitude", **options).vectors
-    image = surface.products(basis)  # [j, P]
+    image = surface.products(basis) if deflate else basis  # [j, P]
     block = image @ basis.mT
     block_trace = block.trace()
     # The part of ‖H‖_F² that involves the basis: twice ‖H U‖², less the part within the basis, counted twice.
     block_square = 2 * image.square().sum() - block.square().sum()
     v = draw_probes("signs", probes, n, generator=generator, dtype=point.dtype, device=point.device)
     v = v - (v @ basis.mT) @ basis
-    h = surface.products(v, progress=progress)
+    h = surface.products(v)
     t, s = (v * h).sum(1), (h - (h @ basis.mT) @ basis).square().sum(1)
     bend = surface.products(surface.gradient)
 
@@ -141,14 +135,10 @@ class _Surface:
         require_finite("the loss's gradient", self.gradient)
         self.beta = 1 / (1 + self.gradient.square().sum())
 
-    def products(self, vectors: Tensor, *, progress: bool = False) -> Tensor:
+    def products(self, vectors: Tensor) -> Tensor:
         """``H v`` for ``[..., P]``."""
         rows = vectors.reshape(-1, vectors.shape[-1])
         self.count += len(rows)
-        result, starts = torch.empty_like(rows), range(0, len(rows), _TOGETHER)
-        for start in progress_bar(starts, enabled=progress, description="scalar curvature"):
-            some = rows[start : start + _TOGETHER]
-            products = self._landscape.derivatives(self._point.expand_as(some), some).products
-            result[start : start + _TOGETHER] = products
-        require_finite("the loss's Hessian", result)
-        return result.view(vectors.shape)
+        products = self._landscape.derivatives(self._point.expand_as(rows), rows).products
+        require_finite("the loss's Hessian", products)
+        return products.view(vectors.shape)

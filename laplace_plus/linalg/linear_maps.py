@@ -346,11 +346,9 @@ def number_type(
     By default those of the operator, of the first floating-point tensor, module or operator that the callable refers
     to, or torch's defaults.
     """
-    found = None if dtype is not None and device is not None else _first_tensor(matvec, 2)
-    if dtype is None:
-        dtype = torch.get_default_dtype() if found is None else found.dtype
-    if device is None:
-        device = torch.get_default_device() if found is None else found.device
+    found = _first_tensor(matvec, 2) if dtype is None or device is None else None
+    dtype = getattr(found, "dtype", torch.get_default_dtype()) if dtype is None else dtype
+    device = getattr(found, "device", torch.get_default_device()) if device is None else device
     if not dtype.is_floating_point:  # integers would be rounded, silently
         raise ConfigurationError("Vectors need a real floating-point type.", expected="such a dtype", got=str(dtype))
     return dtype, torch.device(device)

@@ -167,24 +167,21 @@ class Scaled(Operator):
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.symmetric = operator.symmetric
 
-    def _times(self, products: Tensor) -> Tensor:
+    @property
+    def _number(self) -> float | Tensor:
         # A factor of another type must not change the type of the product.
-        return products * (self.factor.to(self.dtype) if isinstance(self.factor, Tensor) else self.factor)
+        return self.factor.to(self.dtype) if isinstance(self.factor, Tensor) else self.factor
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        return self._times(self.operator(vectors))
+        return self.operator(vectors) * self._number
 
     def _apply_transposed(self, vectors: Tensor) -> Tensor:
-        return self._times(self.operator.T(vectors))
+        return self.operator.T(vectors) * self._number
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:
         own = (self.factor,) if isinstance(self.factor, Tensor) else ()
         return unique([*own, *self.operator.tensors()])
-
-    @override
-    def dense(self) -> Tensor:
-        return self._times(self.operator.dense())
 
 
 class Sum(Operator):
