@@ -213,13 +213,23 @@ def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> Froz
             fix = "Pass some: lp.freeze(posterior, x)."
             raise ConfigurationError(what, got="no x, and no loader of the fit", fix=fix)
         x = next(batches.iterate(posterior.training_data.first, device=network.device)).inputs
-    with exact_arithmetic(network):
+    with exact_arithmetic(network), torch.no_grad():
         frozen = FrozenPosterior(posterior, link, _last_layer(network))
-        tries, size = [network.receive(x)], batches.batch_size(x)
-        if batches.can_be_cut(x, size):  # three examples, and one by itself
-            tries = [batches.cut(tries[0], some) for some in ([0, 1 % size, 2 % size], [0])]
-        for inputs in tries:
-            _compare(frozen, posterior, inputs, link)
+        inputs, size = network.receive(x), batches.batch_size(x)
+        if batches.can_be_cut(x, size):
+            inputs = batches.cut(inputs, [0, 1 % size, 2 % size])
+        prediction: Any = posterior.predictive(inputs, link=link)
+        args, keywords = batches.bind(network.model, inputs)
+        try:
+            found = frozen(*args, **keywords)
+        except (LaplacePlusError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise _unsupported(f"its copy fails ({error})") from error
+    variance = _variance(prediction.functional_mean, prediction.functional_covariance)
+    wanted = prediction.mean, prediction.variance, prediction.functional_mean, variance
+    for own, other in zip(found, wanted, strict=True):
+        tolerance = torch.finfo(network.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
+        if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
+            raise _unsupported("its copy does not predict what it predicts on the inputs given")
     return frozen
 
 
@@ -232,22 +242,6 @@ def _last_layer(network: Network) -> nn.Module:
     if not is_whole or type(module).forward not in _PLAIN:  # another forward pass may prepare what it multiplies
         raise _unsupported(f"it is over {', '.join(network.parameter_names[:4])}")
     return module
-
-
-def _compare(frozen: FrozenPosterior, posterior: GaussianPosterior, inputs: Any, link: str) -> None:
-    """Raise UnsupportedError unless the copy predicts what the posterior predicts."""
-    wanted: Any = posterior.predictive(inputs, link=link)
-    mean, variance = wanted.functional_mean, _variance(wanted.functional_mean, wanted.functional_covariance)
-    args, keywords = batches.bind(posterior.network.model, inputs)
-    try:
-        with torch.no_grad():
-            found = frozen(*args, **keywords)
-    except (LaplacePlusError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise _unsupported(f"its copy fails ({error})") from error
-    for own, other in zip(found, (wanted.mean, wanted.variance, mean, variance), strict=True):
-        tolerance = torch.finfo(posterior.network.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
-        if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
-            raise _unsupported("its copy does not predict what it predicts on the inputs given")
 
 
 def _unsupported(why: str) -> UnsupportedError:
