@@ -10,17 +10,11 @@ from tqdm import tqdm
 Item = TypeVar("Item")
 
 
-def progress_bar(
-    iterable: Iterable[Item], *, enabled: bool, description: str, total: int | None = None
-) -> Iterable[Item]:
+def progress_bar(iterable: Iterable[Item], *, enabled: bool, description: str) -> Iterable[Item]:
     """Show the progress of a loop on standard error; if not ``enabled``, this is the iterable itself.
-
-    ``total`` is the number of items, by default from ``len``.
 
     Example:
         >>> list(progress_bar([1, 2, 3], enabled=False, description="fit"))
         [1, 2, 3]
     """
-    if not enabled:
-        return iterable
-    return tqdm(iterable, desc=description, total=total)
+    return tqdm(iterable, desc=description) if enabled else iterable

@@ -58,11 +58,13 @@ def generator(value: Any) -> torch.Generator | None:
     return value
 
 
-def finite(name: str, value: Tensor, fix: str | None = None) -> Tensor:
+def finite(name: str, value: Tensor, fix: str = "Check inputs and weights; half precision may overflow.") -> Tensor:
     """``value``, or :class:`NonFiniteError` if an entry is NaN or infinite."""
-    if not bool(torch.isfinite(value).all()):
-        got = f"{int((~torch.isfinite(value)).sum())} NaN or Inf among {value.numel()} entries"
-        raise NonFiniteError(f"{name} is not finite.", expected="finite numbers", got=got, fix=fix)
+    if not math.isfinite(value.detach().sum()):  # a tenth of the time that looking at each one takes
+        bad = int((~torch.isfinite(value)).sum())
+        if bad:
+            got = f"{bad} of {value.numel()} entries NaN or infinite"
+            raise NonFiniteError(f"{name} is not finite.", expected="finite numbers", got=got, fix=fix)
     return value
 
 

@@ -33,7 +33,6 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.likelihoods.base import check_finite
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator
@@ -173,7 +172,7 @@ class JacobianOperator(_RowOperator):
         stream = Stream(network, resolve_likelihood("regression").arrange, data, chunk_size, progress)
         with exact_arithmetic(stream.network):
             for _, outputs in stream.survey(type(self).__name__):
-                check_finite(outputs, "The network's outputs")
+                checks.finite("The network's output", outputs)
         _RowOperator.__init__(self, stream, stream.n_outputs, lambda batch, outputs, _: OutputRoot(outputs.shape))
 
 

@@ -37,7 +37,6 @@ from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
     OutputCurvature,
-    check_finite,
     describe,
     variance_of,
     widen,
@@ -148,7 +147,7 @@ class Categorical(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
-        check_finite(outputs, "The network's outputs")
+        checks.finite("The network's output", outputs)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             expected = 'at least two outputs, or likelihood="binary"'

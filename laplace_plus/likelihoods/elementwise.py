@@ -18,12 +18,12 @@ from torch.distributions import Distribution, NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
 from torch.nn.functional import binary_cross_entropy, logsigmoid
 
+from laplace_plus import checks
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
     OutputCurvature,
-    check_finite,
     describe,
     uniform_mixture,
     variance_of,
@@ -69,7 +69,7 @@ class Elementwise(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse invalid targets, and targets of another shape than the outputs'."""
-        check_finite(outputs, "The network's outputs")
+        checks.finite("The network's output", outputs)
         aligned = self.align(outputs, targets)
         refuse_targets(~self.is_valid(aligned), aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
 
@@ -243,5 +243,5 @@ class Poisson(Elementwise):
         log_odds = mean.double() + 0.5 * variance.double() + dispersion.log()
         law = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
         epistemic = spread * rate.square()
-        check_finite(epistemic + rate, "The predicted variances of the counts")
+        checks.finite("A predicted variance of the counts", epistemic + rate)
         return Marginal(rate, epistemic + rate, law, epistemic, rate)

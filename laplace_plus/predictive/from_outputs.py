@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, unknown_option
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite, widen
+from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
@@ -57,8 +57,8 @@ def from_functional(
         raise unknown_option(type(likelihood).__name__, link, likelihood.links, word="link")
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
-    check_finite(mean, "The network's outputs")
-    check_finite(covariance, "The functional covariance")
+    checks.finite("The network's output", mean)
+    checks.finite("The functional covariance", covariance)
     given = covariance
     if joint:
         fix, (size, n) = "Ask for functional_posterior(x, joint=True).", (mean.shape[-1], mean[..., 0].numel())
@@ -82,7 +82,7 @@ def from_functional(
             raise NotPositiveDefiniteError("A functional variance is negative.", got=f"{lowest:.3g}", fix=fix)
     marginal = None if link == "mc" else likelihood.predict(mean, covariance, link=link)
     if marginal is not None:  # variances whose squares overflow
-        check_finite(marginal.mean, "The predictive means")
+        checks.finite("A predictive mean", marginal.mean)
     return Prediction(
         likelihood=likelihood,
         functional_mean=mean,
@@ -119,7 +119,7 @@ def from_samples(
         what, fix = "outputs must be samples of network outputs.", "Stack the networks' outputs along a new first axis."
         raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=str(list(outputs.shape)), fix=fix)
     outputs = widen(outputs)
-    check_finite(outputs, "The network's outputs")
+    checks.finite("The network's output", outputs)
     return Prediction(
         likelihood=likelihood.of_new_targets or likelihood,
         functional_mean=outputs.mean(0),

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.likelihoods.base import check_finite
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network import batches
 from laplace_plus.network.capture import Capture
@@ -100,7 +100,7 @@ def functional_posteriors(
     if not shape.numel() or expected_outputs not in (None, shape[-1]):
         raise wrong_outputs(shape, expected_outputs, inputs)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
-    check_finite(mean, "The network's outputs")
+    checks.finite("The network's output", mean)
     mode, chosen, centre, picked = "joint" if joint else "full", None, None, mean.view(shape).clone()
     if isinstance(outputs, str):
         wants_variances(outputs, joint)  # refuses other texts
@@ -129,7 +129,7 @@ def functional_posteriors(
     results = []
     for covariance in covariances:
         own = covariance.reshape(final).to(mean.dtype)
-        check_finite(own, "The functional covariance")
+        checks.finite("The functional covariance", own)
         own = own if centre is None else independent_variances(picked, own)
         results.append(FunctionalPosterior(picked, own))
     return results
@@ -280,8 +280,8 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
 
     Options and errors as for :func:`functional_posteriors`.
     """
-    check_finite(mean, "The network's outputs")
-    check_finite(deviations, "Samples of the functional posterior")
+    checks.finite("The network's output", mean)
+    checks.finite("A sample of the functional posterior", deviations)
     variances = wants_variances(outputs, joint)
     deviations = deviations if outputs is None or variances else torch.stack([pick(one, outputs) for one in deviations])
     mean, scaled = pick(mean, outputs), deviations / len(deviations) ** 0.5

@@ -16,7 +16,6 @@ from laplace_plus.applications.fields.displaced import Displaced, Grid, Render, 
 from laplace_plus.curvature import Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size, describe
 from laplace_plus.network.network import Network, refuse_unsuitable
@@ -169,7 +168,7 @@ class SpatialField(GaussianPosterior):
         inside = found.vertex < n - 1
         values, vertex = found.values[inside].to(network.dtype), found.vertex[inside]
         seen += len(vertex)
-        check_finite(values, "Derivatives of the rendered outputs by the sample points")
+        checks.finite("A derivative of the rendered outputs by a sample point", values)
         groups = likelihood.output_groups(values.shape[1]).to(values.device)
         for k in range(likelihood.n_noise):
             own = values[:, groups == k]
@@ -193,7 +192,7 @@ class SpatialField(GaussianPosterior):
         wants_variances(outputs, joint)  # refuses other texts
         size = batch_size(x)
         mean, slopes, ray, vertex = rows(self.network, x, spread=True, differentiable=differentiable)
-        check_finite(mean, "The network's outputs")
+        checks.finite("The network's output", mean)
         if outputs is not None and not isinstance(outputs, str):
             chosen = output_indices(outputs, mean.shape).to(mean.device).expand(size, -1)
             mean = mean.gather(-1, chosen)
@@ -224,7 +223,7 @@ class SpatialField(GaussianPosterior):
         self.require_fit()
         own = self._vertex_covariance(scaled=self.paper_scale)
         points = self.grid.check(x).detach().to(own)
-        check_finite(points, "The points")
+        checks.finite("A point", points)
         index, weights = self.grid.spread(points)
         return torch.einsum("...k,...kij->...ij", weights.square(), own[index])
 

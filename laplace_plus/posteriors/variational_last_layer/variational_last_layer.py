@@ -14,7 +14,7 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import check_finite, doubt_logits, widen
+from laplace_plus.likelihoods.base import doubt_logits, widen
 from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.network.batches import Batch, DataSums
@@ -286,7 +286,7 @@ class VariationalLastLayer(Posterior):
         require_outputs(shape, self.n_outputs, x)
         only, features = wants_variances(outputs, joint), _head_features(self.network, capture)[1]
         mean, pushed = (features @ q.mean.mT).view(shape).to(dtype), q.pushed(features)
-        check_finite(mean, "The network's outputs")
+        checks.finite("The network's output", mean)
         if joint:
             across = torch.diag_embed((pushed @ pushed.mT).permute(1, 2, 0)).transpose(1, 2)  # [N, C, N, C]
             return FunctionalPosterior(mean, across.reshape(*shape, *shape).to(dtype))
