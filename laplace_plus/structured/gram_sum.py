@@ -167,16 +167,11 @@ def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
     if any(own._total is not None or isinstance(own, DiagonalSum) for own in sums):
         return GramSum.of(torch.tensordot(weights, torch.stack([own.matrix() for own in sums]), 1))
     each = [own.leading()[0] if isinstance(own, LimitedSum) else own.all_rows() for own in sums]
-    rows = weighted_rows(each, weights)
+    rows = torch.cat([own * weight.sqrt() for own, weight in zip(each, weights, strict=True)], 1)
     rank = None if first.rank is None else rows.shape[1]
     result = gram_sum(first.groups, first.size, rank, dtype=first.dtype, device=first.device)
     result.add_rows(rows)
     return result
-
-
-def weighted_rows(each: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """``X [G, n, d]`` with ``XᵀX = Σ_k w_k X_kᵀX_k``; differentiable in the positive weights ``[K]``."""
-    return torch.cat([rows.to(weights.dtype) * weight.sqrt() for rows, weight in zip(each, weights, strict=True)], 1)
 
 
 def eigen_of_rows(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -55,22 +55,17 @@ def test_equal_to_the_dense_inverse(kind, name):
     torch.testing.assert_close(gradient, own if diagonal.ndim else own.sum(), **close)
 
 
-def test_determinants_follow_further_data():
-    rows, shift = rows_of(30), torch.tensor(0.3, dtype=torch.float64)
-    block = DenseBlock((rows.mT @ rows)[None].clone(), SHAPE)
-    block.log_determinant(ONE, shift)
-    block.add_(DenseBlock((rows.mT @ rows)[None], SHAPE))
-    dense = 2 * rows[0].mT @ rows[0] + shift * torch.eye(N, dtype=torch.float64)
-    torch.testing.assert_close(block.log_determinant(ONE, shift), dense.logdet(), rtol=1e-10, atol=1e-10)
-
-
-def test_inverse_without_eigenvectors():
+def test_large_blocks_without_eigenvectors_follow_further_data():
     rows, shift = rows_of(N), torch.tensor(0.3, dtype=torch.float64)
     block = DenseBlock((rows.mT @ rows)[None].clone(), SHAPE)
-    dense = rows[0].mT @ rows[0] + shift * torch.eye(N, dtype=torch.float64)
-    factor = block.factor(ONE, shift)
-    torch.testing.assert_close(factor.covariance()[0] @ dense, torch.eye(N, dtype=torch.float64), rtol=0, atol=1e-8)
-    torch.testing.assert_close(factor.log_determinant(), dense.logdet(), rtol=1e-10, atol=1e-10)
+    dense, eye = rows[0].mT @ rows[0], torch.eye(N, dtype=torch.float64)
+    for count in (1, 2):
+        total = count * dense + shift * eye
+        torch.testing.assert_close(block.log_determinant(ONE, shift), total.logdet(), rtol=1e-10, atol=1e-10)
+        factor = block.factor(ONE, shift)
+        torch.testing.assert_close(factor.covariance()[0] @ total, eye, rtol=0, atol=1e-8)
+        torch.testing.assert_close(factor.log_determinant(), total.logdet(), rtol=1e-10, atol=1e-10)
+        block.add_(DenseBlock((rows.mT @ rows)[None], SHAPE))
 
 
 def test_negative_eigenvalues_are_clamped_or_named():

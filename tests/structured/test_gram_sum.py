@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from torch.testing import assert_close
 
 from laplace_plus.errors import NonFiniteError
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, LimitedSum, Reflections, combine, gram_sum
 
 SIZE = 12
 CPU = torch.device("cpu")
@@ -40,9 +41,9 @@ def require_decomposes(pairs: EigenPairs, matrix: torch.Tensor, tolerance: float
     expected = torch.linalg.eigvalsh(matrix)
     assert ((values.sort(-1).values - expected).abs().amax() <= tolerance * scale).item()
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix)
-    torch.testing.assert_close(vectors.mT @ vectors, identity, rtol=0, atol=tolerance)
+    assert_close(vectors.mT @ vectors, identity, rtol=0, atol=tolerance)
     rebuilt = (vectors * values[:, None]) @ vectors.mT
-    torch.testing.assert_close(rebuilt, matrix, rtol=0, atol=tolerance * float(scale))
+    assert_close(rebuilt, matrix, rtol=0, atol=tolerance * float(scale))
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -60,7 +61,7 @@ def test_equals_the_dense_sum_in_every_order(order, groups):
             other = GramSum.of(dense.clone()) if what == "formed sum" else sum_of(rows)
             total.add_(other)
         expected += dense
-    torch.testing.assert_close(deepcopy(total).matrix(), expected)
+    assert_close(deepcopy(total).matrix(), expected)
     require_decomposes(total.eigen(), expected)
 
 
@@ -71,21 +72,8 @@ def test_products_are_taken_when_there_are_as_many_rows_as_columns(count, step):
     for part in rows.split(step, 1):
         total.add_rows(part)
     assert total.n_rows < SIZE
-    torch.testing.assert_close(total.matrix(), rows.mT @ rows)
+    assert_close(total.matrix(), rows.mT @ rows)
     assert not total.n_rows
-
-
-@pytest.mark.parametrize("count", [3, SIZE + 1])
-def test_clones_do_not_share_sums(count):
-    total = sum_of(rows_of(count))
-    expected = deepcopy(total).matrix().clone()
-    copy = deepcopy(total)
-    copy.add_rows(rows_of(2 * SIZE, seed=1))
-    torch.testing.assert_close(deepcopy(total).matrix(), expected)
-    total.add_rows(rows_of(4, seed=2))
-    assert not torch.allclose(total.matrix(), expected)
-    third = rows_of(2 * SIZE, seed=1)
-    torch.testing.assert_close(copy.matrix(), expected + third.mT @ third)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -114,7 +102,7 @@ def test_no_vector_depends_on_the_order_of_the_rows():
     rows = rows_of(6)
     rows[:, 4:] = 0
     pairs, others = sum_of(rows).eigen(), sum_of(rows.flip(1)).eigen()
-    torch.testing.assert_close(pairs.vectors.abs(), others.vectors.abs())
+    assert_close(pairs.vectors.abs(), others.vectors.abs())
 
 
 def test_zero_rows_and_repeated_rows():
@@ -169,4 +157,103 @@ def test_weighted_sums(counts):
     parts = [rows_of(count, groups=2, seed=seed) for seed, count in enumerate(counts)]
     weights = torch.tensor([0.5, 3.0], dtype=torch.float64)
     expected = sum(w * (rows.mT @ rows) for w, rows in zip(weights, parts, strict=True))
-    torch.testing.assert_close(combine([sum_of(rows) for rows in parts], weights).matrix(), expected)
+    assert_close(combine([sum_of(rows) for rows in parts], weights).matrix(), expected)
+
+
+# -- limited rank, against singular value decompositions of all rows ---------------------------------------------------
+
+WIDE, RANK = 60, 4
+
+
+def decaying(n, groups=2, decay=1.0, seed=0, size=WIDE):
+    drawn = torch.randn(groups, n, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn * torch.arange(1, size + 1) ** -decay
+
+
+def limited(rows, cuts=7, rank=RANK):
+    total = gram_sum(len(rows), rows.shape[2], rank, dtype=torch.float64, device=CPU)
+    for part in rows.split(cuts, 1):
+        total.add_rows(part)
+    return total
+
+
+def test_reflections_are_orthogonal_and_begin_with_the_given_columns():
+    leading = torch.linalg.qr(decaying(RANK).mT)[0]
+    leading[1, :, 2:] = 0  # a group of a lower rank
+    leading[1, :, 1] = torch.eye(WIDE)[1]  # which need not be reflected
+    leading[1, :, 0] = torch.eye(WIDE)[0]
+    found, eye = Reflections.completing(leading), torch.eye(WIDE, dtype=torch.float64)
+    dense = found @ eye
+    assert_close(dense.mT @ dense, eye.expand(2, -1, -1), rtol=0, atol=1e-14)
+    assert_close(dense[..., :RANK].abs() * (leading != 0), leading.abs(), rtol=0, atol=1e-14)
+    x = decaying(3)
+    assert_close(x @ found, x @ dense, rtol=0, atol=1e-14)
+    assert_close(found.mT @ x.mT, dense.mT @ x.mT, rtol=0, atol=1e-14)
+    assert_close(x[1] @ found[1], x[1] @ dense[1], rtol=0, atol=1e-14)
+    assert found.to(torch.float32).dtype == torch.float32
+
+
+def test_rows_of_that_rank_are_kept_exactly():
+    mixing = torch.randn(2, 500, RANK, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = mixing @ decaying(RANK)
+    total = limited(rows)
+    assert_close(total.matrix(), rows.mT @ rows, rtol=1e-12, atol=1e-9)
+    assert (total.leading()[1] < 1e-12 * rows.square().sum((1, 2))).all()
+
+
+@pytest.mark.parametrize("cuts", [1, 7, 200])
+def test_what_is_left_out_is_positive_and_its_trace_is_told(cuts):
+    rows = decaying(200)
+    total, whole = limited(rows, cuts), rows.mT @ rows
+    rest = whole - total.matrix()
+    assert (torch.linalg.eigvalsh(rest) > -1e-12 * whole.diagonal(dim1=1, dim2=2).sum(1)[:, None]).all()
+    assert_close(total.leading()[1], rest.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-12, atol=0)
+    best = torch.linalg.eigvalsh(whole)[:, :-RANK].sum(1)  # that of a singular value decomposition of all rows
+    assert (best * (1 - 1e-12) <= total.leading()[1]).all()
+    assert (total.leading()[1] < 1.1 * best).all()
+    assert_close(total.eigen().values[:, :RANK], torch.linalg.eigvalsh(whole).flip(1)[:, :RANK], rtol=0.05, atol=0)
+    assert not total.eigen().values[:, RANK:].any()
+
+
+def test_one_decomposition_is_the_truncated_singular_value_decomposition():
+    rows = decaying(2 * RANK)
+    _, values, vectors = torch.linalg.svd(rows, full_matrices=False)
+    expected = vectors.mT[..., :RANK] * values[:, None, :RANK].square() @ vectors[:, :RANK]
+    assert_close(limited(rows).matrix(), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_sums_add_and_copies_are_independent():
+    first, second = decaying(100), decaying(50, seed=1)
+    total = limited(first)
+    copy = deepcopy(total)
+    copy.add_(limited(second))
+    before = total.matrix()
+    rest = first.mT @ first + second.mT @ second - copy.matrix()
+    assert_close(copy.leading()[1], rest.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-12, atol=0)
+    assert torch.equal(total.matrix(), before)
+
+
+@pytest.mark.parametrize("n", [0, 3, 200])
+def test_stored_sums_go_on_to_the_same_bits(n):
+    one, more = limited(decaying(n)), decaying(30, seed=2)
+    tensors = {name: tensor.clone() for name, tensor in one.tensors("left").items()}
+    other = LimitedSum.of_rows(tensors["left.rows"], tensors["left.limit"])
+    for total in (one, other):
+        total.add_rows(more)
+    assert torch.equal(one.matrix(), other.matrix())
+    assert torch.equal(one.leading()[1], other.leading()[1])
+
+
+def test_sides_no_wider_than_the_rank_are_whole():
+    rows = decaying(200)
+    for rank in (WIDE, WIDE + 1):
+        total = limited(rows, rank=rank)
+        assert total.rank is None
+        assert_close(total.matrix(), rows.mT @ rows, rtol=1e-14, atol=1e-11)
+
+
+def test_what_is_not_finite_is_refused():
+    rows = decaying(20)
+    rows[0, 3, 5] = torch.nan
+    with pytest.raises(NonFiniteError):
+        limited(rows)
