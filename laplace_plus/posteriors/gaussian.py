@@ -90,7 +90,16 @@ class GaussianPosterior(Posterior):
             state = replace(state, curvature=state.curvature.corrected(weights))
         if corrected:
             self._correct(data, state.curvature, seen, **options)
-        self._require_curvature(state.curvature)
+        is_zero = True
+        for layout, block in state.curvature.blocks:
+            is_zero = is_zero and block.is_zero()
+            for part in block.parts():
+                if not math.isfinite(float(part.sum())):  # which NaNs and infinities reach
+                    what = f"The curvature of {', '.join(layout.names)} is not finite."
+                    fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
+                    raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
+        if is_zero:
+            raise zero_curvature(self)
         return state
 
     def _added(
@@ -186,22 +195,6 @@ class GaussianPosterior(Posterior):
             added = reduce(values, lambda mine, theirs: [a + b for a, b in zip(mine, theirs, strict=True)])
             for own, old, new in zip(values, before, added, strict=True):
                 own.copy_(old + new)
-
-    def _require_curvature(self, curvature: Curvature) -> None:
-        """Raise NonFiniteError for NaN or Inf in a curvature, SelectionError if all of it is zero."""
-        is_zero = True
-        for layout, block in curvature.blocks:
-            of_block = False
-            for part in block.parts():
-                total = float(part.sum())  # which NaNs and infinities reach
-                of_block = of_block or total == 0
-                if not math.isfinite(total):
-                    what = f"The curvature of {', '.join(layout.names)} is not finite."
-                    fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
-                    raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
-            is_zero = is_zero and of_block and block.is_zero()
-        if is_zero:
-            raise zero_curvature(self)
 
     @override
     def set_state(self, state: GaussianState) -> None:
