@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 Scalar = Callable[[Tensor], Tensor]
 """From ``[P]`` to a 0-d tensor."""
-
-Way = Literal["recorded", "mapped", "one by one"]
 
 _MANY = 100
 """Number of gradients from which tracing pays: it takes about as long as 100 gradients of a small network."""
@@ -157,7 +155,7 @@ class FirstOrder(Ways):
         self._traced: dict[Any, Callable[..., Tensor]] = {}
 
     @property
-    def way(self) -> Way:
+    def way(self) -> str:
         """How gradients are computed so far: ``"recorded"`` (traced), ``"mapped"`` or ``"one by one"``."""
         if self._traced:
             return "recorded"

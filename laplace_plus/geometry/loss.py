@@ -78,11 +78,7 @@ class LossLandscape(Landscape):
         scale: Factor on the log-likelihood besides the temperature: 1, or N/B for a subset of B of N examples.
 
     Raises:
-        DataError: Data that can be run over only once, or of no known form.
-        EmptyDataError: No data.
-        LabelError: Targets that do not fit the likelihood.
-        OutputError: Network outputs that do not fit it.
-        NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
+        DataError, EmptyDataError, LabelError, OutputError, NonFiniteError: As the operators of ``lp.curvature``.
         ConfigurationError: A prior that does not fit.
 
     Example:
