@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Bernoulli, Categorical
 from laplace_plus.network.batches import batch_size, can_be_cut, cut
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
@@ -152,11 +153,8 @@ def _output_root(posterior: Posterior, outputs: Tensor) -> Tensor:
     if not likelihood.is_classifier:
         expected = "Gaussian noise of given scale, or classes"
         raise UnsupportedError("The value of a label is not known.", expected=expected, got=repr(likelihood))
-    if not likelihood.couples_outputs:
-        probabilities = outputs.sigmoid()
-        return torch.diag_embed((probabilities * (1 - probabilities)).sqrt())
-    roots = outputs.softmax(-1).sqrt()
-    return torch.diag_embed(roots) - roots[:, :, None] * roots.square()[:, None]
+    plain = Categorical() if likelihood.couples_outputs else Bernoulli()
+    return plain.output_root(outputs, outputs).mT
 
 
 def _greedy(found: Tensor, wanted: Tensor, k: int, method: str) -> Chosen:
