@@ -22,6 +22,7 @@ from torch.nn.functional import softplus
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications.training.loop import Loop, OptimizerFactory, SchedulerFactory, log_likelihood
+from laplace_plus.applications.uses.continual import entries_of
 from laplace_plus.applications.uses.variances import adopt_variances
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
@@ -204,8 +205,7 @@ class _Bound:
 
     def levels(self) -> tuple[Tensor, Tensor]:
         """σ², 0-d, and τ² of each group, ``[G]``, float64; differentiable in the weights and ρ."""
-        named = dict(self.network.model.named_parameters())
-        theta = torch.cat([named[name].flatten().double() for name in self.network.parameter_names])
+        theta = entries_of(self.network, self.network.model, self.rho)
         squares = (theta - self.prior_mean.to(theta)).square()
         variance = softplus(self.rho).square()
         return variance, torch.zeros_like(self.sizes).index_add(0, self.index, squares) / self.sizes + variance

@@ -28,6 +28,7 @@ from laplace_plus.applications.training.loop import (
     put_back,
     weights_of,
 )
+from laplace_plus.applications.uses.continual import entries_of
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import resolve_likelihood
@@ -314,18 +315,13 @@ class TrainingObjective:
         network, prior = posterior.network, posterior.prior()
         self._model, self._likelihood = model, posterior.likelihood
         self._n_data, self._scale = n_data, float(posterior.temperature) * mean_batch_size
-        parameters = uses(network.model)
-        self._entries = [(parameters[item.name], item.mask) for item in network.selected]
-        vector = network.vector()
+        self._network, self._parameters, vector = network, uses(network.model), network.vector()
         self._precision, self._mean = prior.vector().detach().to(vector), prior.mean.detach().to(vector)
 
     def penalty(self) -> Tensor:
         """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters, 0-d; differentiable in them."""
-        flat = []
-        for parameter, mask in self._entries:
-            entries = parameter.flatten() if mask is None else parameter.flatten()[mask.to(parameter.device)]
-            flat.append(entries.to(self._precision))
-        return (self._precision * (torch.cat(flat) - self._mean).square()).sum() / 2
+        vector = entries_of(self._network, self._parameters, self._precision)
+        return (self._precision * (vector - self._mean).square()).sum() / 2
 
     def __call__(self, batch: Batch) -> Tensor:
         """``ℓ_b``, 0-d and differentiable in the network's parameters."""

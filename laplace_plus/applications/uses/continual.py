@@ -69,7 +69,7 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
         posterior.set_state(posterior.earlier)
     with exact_arithmetic(posterior.network):
         model = posterior.laplace_model(moved=True)
-        vector = _vector(posterior.network, parameters, model.vector)[None]
+        vector = entries_of(posterior.network, parameters, model.vector)[None]
         squares = model.squared_distance(vector, posterior.prior_precision, posterior.temperature)
         return squares[0] / (2 * posterior.covariance_scale)
 
@@ -211,8 +211,8 @@ def _named(network: Network, known: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
-def _vector(network: Network, parameters: Any, like: Tensor) -> Tensor:
-    """The entries of the posterior, ``[P]``."""
+def entries_of(network: Network, parameters: Any, like: Tensor) -> Tensor:
+    """The selected entries of a model's parameters, of tensors by name or of a vector, ``[P]``; differentiable."""
     if isinstance(parameters, Tensor):
         return checks.shape("The vector of parameters", parameters, like.shape)
     if isinstance(parameters, nn.Module):
