@@ -104,6 +104,7 @@ class Linearization:
 
         with differentiable_kernels(self._network.model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")
+            warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")  # by torch, at its first use
             outputs, products = torch.func.vmap(jvp)(vectors)
         self._known = outputs[0].detach() if self._known is None else self._known
         return products
