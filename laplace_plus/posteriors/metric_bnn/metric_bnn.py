@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -238,7 +238,6 @@ class MetricBNN(Posterior):
         self.require_fit()
         other = copy.copy(self)
         other.sampling, other.options = sampling, {**self.options, "sampling": sampling}
-        other.set_state(replace(self.state, latents=None))
         return other
 
     def tunables(self) -> dict[str, Sequence[float]]:
