@@ -92,12 +92,15 @@ class GaussianPosterior(Posterior):
             self._correct(data, state.curvature, seen, **options)
         is_zero = True
         for layout, block in state.curvature.blocks:
-            is_zero = is_zero and block.is_zero()
+            may_be_zero = False
             for part in block.parts():
-                if not math.isfinite(float(part.sum())):  # which NaNs and infinities reach
+                total = float(part.sum())  # which NaNs and infinities reach
+                may_be_zero = may_be_zero or total == 0
+                if not math.isfinite(total):
                     what = f"The curvature of {', '.join(layout.names)} is not finite."
                     fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
                     raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
+            is_zero = is_zero and may_be_zero and block.is_zero()  # which may decompose it
         if is_zero:
             raise zero_curvature(self)
         return state
