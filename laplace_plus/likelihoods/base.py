@@ -181,8 +181,8 @@ class Likelihood(ABC):
         return torch.ones(1, dtype=torch.float64)
 
     def output_groups(self, n_columns: int) -> Tensor:
-        """The noise group, ``0 … K-1``, of each of the root's ``V`` columns, ``[V]``."""
-        return torch.zeros(n_columns, dtype=torch.long)
+        """The noise group of each of the root's ``V`` columns, ``[V]``: one for all, or one for each output."""
+        return torch.arange(n_columns) if self.n_noise > 1 else torch.zeros(n_columns, dtype=torch.long)
 
     # Derivatives of the log-density ----------------------------------------------------------------------------------
 

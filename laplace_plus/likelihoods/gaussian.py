@@ -87,10 +87,6 @@ class Gaussian(RealTargets):
         """``1/σ²``, ``[K]`` ``float64``, differentiable in ``noise_std``."""
         return self._groups(noise_std) ** -2
 
-    def output_groups(self, n_columns: int) -> Tensor:
-        """Zeros for one noise level, ``0 … C-1`` for one per output."""
-        return super().output_groups(n_columns) if self.n_noise == 1 else torch.arange(n_columns)
-
     def _groups(self, noise_std: float | Tensor | None) -> Tensor:
         """The noise ``[K]``; a single number applies to all groups."""
         noise = self._noise_std if noise_std is None else _checked_noise(noise_std, self.n_noise)
