@@ -194,7 +194,8 @@ class Predicting(ABC):
             ModelChangedError: The network's weights have changed since the fit.
         """
         self.require_fit()
-        checks.generator(generator)
+        if generator is not None:
+            checks.generator(generator)
         if x is None:
             x = inputs_of(batch)
         elif batch:
