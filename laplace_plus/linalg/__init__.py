@@ -40,7 +40,7 @@ from laplace_plus.linalg.null_space import (
 from laplace_plus.linalg.nystrom import NystromApproximation, nystrom
 from laplace_plus.linalg.operators import Dense, Diagonal, Identity, Operator
 from laplace_plus.linalg.partial_eigen import PartialEigen, eigsh
-from laplace_plus.linalg.slq import slq_logdet, slq_trace
+from laplace_plus.linalg.quadrature import slq_logdet, slq_trace
 from laplace_plus.linalg.solving import Solution, Status
 from laplace_plus.linalg.traces import diagonal, trace
 
