@@ -1,9 +1,8 @@
 """Covariances and precisions with structure: positive semi-definite matrices that are stored as blocks.
 
-``gradients`` holds batched per-example gradients as sums of outer products; ``blocks``, ``eigen``, ``kronecker``,
-``dense`` and ``low_rank`` the matrices, the inverse of such a matrix plus a diagonal one, and the bases in which it is
-diagonal; ``gram_sum``, ``limited_rank`` and ``log_determinants`` what blocks are made of; and ``softmax_output`` the
-exact curvature of a softmax output layer with many classes.
+``gradients``, ``one_hot`` and ``composed`` hold batched per-example gradients; ``blocks``, ``eigen``, ``kronecker``,
+``dense``, ``low_rank`` and ``softmax_output`` the matrices, the inverse of such a matrix plus a diagonal one, and the
+bases in which it is diagonal; ``layout``, ``gram_sum`` and ``log_determinants`` what blocks are made of.
 """
 
 from laplace_plus.structured.blocks import Basis, Block, Factor, IdentityBasis, register_block

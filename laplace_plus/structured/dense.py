@@ -135,44 +135,44 @@ class DenseBlock(EigenBlock):
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        if self._avoids_vectors():
-            inverse_root = self._inverse_root(self.dense(weights), diagonal)
-            if inverse_root is not None:
-                return inverse_root
-        if diagonal.ndim == 0:
+        lower = self._root_of_sum(weights, diagonal) if self._avoids_vectors() else None
+        if lower is None and diagonal.ndim:
+            lower = self._root(weights, diagonal)
+        if lower is None:
             return super().factor(weights, diagonal)
-        # H + D = D^½ (D^-½ H D^-½ + I) D^½; the inner matrix is diagonalised for this D.
-        scale = diagonal.flatten(1).rsqrt()
-        values, vectors = symmetric_eigen(scale[..., None] * self.dense(weights) * scale[:, None, :])
-        values = clamp_rounding(values).view(self.shape) + 1
-        return EigenFactor(DenseBasis(scale[..., None] * vectors), values, scale.log().sum() * -2)
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+        ones = torch.ones(self.shape, dtype=weights.dtype, device=lower.device)
+        return EigenFactor(DenseBasis(inverse.mT.to(weights.dtype).contiguous()), ones, _log_determinant(lower))
 
-    def _inverse_root(self, matrix: Tensor, diagonal: Tensor) -> EigenFactor | None:
-        """``H + D`` as a factor by ``M⁻¹ = L⁻ᵀ L⁻¹`` in float64; None unless ``H + D/1000`` is positive definite."""
-        wide = matrix.to(torch.float64, copy=True)
+    def _root_of_sum(self, weights: Tensor, diagonal: Tensor) -> Tensor | None:
+        """L with ``H + D = L Lᵀ`` in float64; None unless ``H + D/1000`` is positive definite, too."""
+        wide = self.dense(weights).to(torch.float64, copy=True)
         entries = wide.diagonal(dim1=-2, dim2=-1)
         level = diagonal.double().flatten(1) if diagonal.ndim else diagonal.double()
         entries += _SHARE * level
         if torch.linalg.cholesky_ex(wide).info.any():
             return None
         entries += (1 - _SHARE) * level
-        lower = torch.linalg.cholesky(wide)
-        log_determinant = 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
-        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
-        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-        ones = torch.ones(self.shape, dtype=matrix.dtype, device=matrix.device)
-        return EigenFactor(DenseBasis(inverse.mT.to(matrix.dtype).contiguous()), ones, log_determinant)
+        return torch.linalg.cholesky(wide)
+
+    def _root(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        """L with ``H + D = L Lᵀ`` in float64, whose H has no negative eigenvalues by rounding; differentiable."""
+        if self._semi_definite is None:
+            values, vectors = symmetric_eigen(self.matrix.double())
+            self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
+        full = torch.einsum("k,kgnm->gnm", weights.double(), self._semi_definite)
+        full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
+        lower, failed = torch.linalg.cholesky_ex(full)
+        if failed.any():
+            require_positive(torch.linalg.eigvalsh(full.detach()))
+        return lower
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return super().log_determinant(weights, diagonal)
-        full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
-        full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
-        lower, failed = torch.linalg.cholesky_ex(full)
-        if failed.any():
-            require_positive(torch.linalg.eigvalsh(full.detach()))
-        return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
+        return _log_determinant(self._root(weights, diagonal))
 
     @override
     def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,13 +187,6 @@ class DenseBlock(EigenBlock):
         values = clamp_rounding(values).flatten()[None]
         return values, torch.ones_like(values[:, :1])
 
-    def _without_rounding(self) -> Tensor:
-        """The components in float64 with clamped eigenvalues; otherwise Cholesky decompositions could fail."""
-        if self._semi_definite is None:
-            values, vectors = symmetric_eigen(self.matrix.double())
-            self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
-        return self._semi_definite
-
     @override
     def parts(self) -> list[Tensor]:
         return [part for own in self.sums for part in own.parts()]
@@ -207,3 +200,8 @@ class DenseBlock(EigenBlock):
     @override
     def tensors(self) -> dict[str, Tensor]:
         return {f"matrix.{n}": own.matrix() for n, own in enumerate(self.sums)}
+
+
+def _log_determinant(lower: Tensor) -> Tensor:
+    """``Σ log det L Lᵀ`` of triangular matrices, 0-d float64."""
+    return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()

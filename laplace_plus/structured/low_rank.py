@@ -165,7 +165,8 @@ class LowRankFactor(Factor):
 
     @override
     def log_determinant(self) -> Tensor:
-        return low_rank_log_determinant(self.values, self.basis.vectors, self.diagonal)
+        n_alike = self.basis.vectors.shape[1] // self.diagonal.numel()
+        return torch.log1p(self._inner[0]).sum() + self.diagonal.log().sum() * n_alike
 
     @override
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
@@ -221,14 +222,6 @@ def gram(vectors: Tensor, diagonal: Tensor) -> Tensor:
     for _, wide, own in _columns(vectors, diagonal):
         result = result + (wide / own) @ wide.mT
     return result
-
-
-def low_rank_log_determinant(values: Tensor, vectors: Tensor, diagonal: Tensor) -> Tensor:
-    """``log det(Uᵀ diag(values) U + D)`` for D 0-d or with n entries, 0-d float64; differentiable in values and D."""
-    root = values.sqrt()
-    inner = root[:, None] * gram(vectors, diagonal) * root
-    lower = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype, device=inner.device))
-    return 2 * lower.diagonal().log().sum() + diagonal.log().sum() * (vectors.shape[1] // diagonal.numel())
 
 
 @register_block
@@ -305,7 +298,10 @@ class LowRankBlock(Block):
         if not diagonal.ndim:
             own = torch.log1p(self.eigenvalues() * weight / diagonal).sum()
             return own + rest + diagonal.log() * self.shape[2]
-        return low_rank_log_determinant(self.values * weight, self.vectors, diagonal)
+        root = (self.values * weight).sqrt()
+        inner = root[:, None] * gram(self.vectors, diagonal) * root
+        lower = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype, device=inner.device))
+        return 2 * lower.diagonal().log().sum() + diagonal.log().sum()
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> LowRankFactor:
