@@ -126,7 +126,6 @@ class DenseBlock(EigenBlock):
         return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
 
     quadratic = Block.quadratic
-    is_zero = Block.is_zero
 
     def _avoids_vectors(self) -> bool:
         """Whether eigenvectors would take much longer than what can be had without them."""

@@ -73,12 +73,6 @@ class EigenBlock(Block):
         """
 
     @override
-    def is_zero(self) -> bool:
-        part = self.parts()[0]
-        values = self.eigen(torch.ones(self.n_components, dtype=part.dtype, device=part.device))[1]
-        return not bool(values.nan_to_num().any())  # where all data are ignored, a factor is 0 / 0
-
-    @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         basis, values = self.eigen(weights)
         return EigenFactor(basis, values + diagonal)

@@ -264,6 +264,13 @@ class KroneckerBlock(EigenBlock):
         return result | {name: own for name, own in sides.items() if own is not None}
 
     @override
+    def is_zero(self) -> bool:
+        if self.corrected is not None:
+            return not bool(self.corrected.any())
+        left = [part for own in self.left_sums for part in own.parts()]
+        return not all(any(bool(part.any()) for part in side) for side in (left, self.right_sum.parts()))
+
+    @override
     def parts(self) -> list[Tensor]:
         found = []
         for own in (*self.left_sums, self.right_sum):
