@@ -162,16 +162,9 @@ class Deletions:
             self.displacing = exact_covariances(self.model, self.network, data, point, unit)
 
     def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
-        """Pass over the data once.
+        """Pass over the data once, with the posterior's covariance at pairs of a prior precision and a noise level.
 
-        Args:
-            points: Pairs of a prior precision and a noise level, at which the posterior's covariance is wanted.
-            progress: Whether to show a progress bar.
-
-        Raises:
-            DataError: After the last batch: other data than were fitted to.
-            LabelError: Targets that do not fit.
-            OutputError: Outputs that do not fit.
+        After the last batch, DataError for other data than were fitted to.
         """
         model, likelihood = self.model, self.model.likelihood
         fitted = FittedData(model, self.network, self.n_data)

@@ -39,10 +39,9 @@ class Validation:
     """Chooses the least loss on held-out data, on a grid of precisions and, in regression, noise levels.
 
     A posterior with a method ``tunables() -> dict[str, Sequence]`` is tuned by other attributes than the precision of a
-    Gaussian: each attribute is set on a copy of the posterior to each value of its grid, in all combinations, and the
-    copy's ``predictive`` is scored with the same random numbers; noise levels share a prediction's samples, since the
-    networks must not depend on them. The result's ``settings`` are the chosen ones, which
-    ``fit_prior_precision`` sets on the posterior; ``"prior_precision"`` may be among them.
+    Gaussian: copies of the posterior have each attribute at each value of its grid, in all combinations, and their
+    ``predictive`` is scored with the same random numbers; noise levels share a prediction's samples. The result's
+    ``settings`` are the chosen ones, which ``fit_prior_precision`` sets on the posterior.
 
     Args:
         data: Held-out batches.
@@ -135,11 +134,7 @@ class Validation:
 class _Precisions:
     """A Gaussian posterior's precisions and noise levels, whose predictions share a batch's gradients.
 
-    Attributes:
-        names: The attributes that are tuned.
-        levels: The grid, ``[L]``.
-        likelihoods: Those at each noise level that is tried.
-        points: Pairs of the attributes' values and a likelihood; likelihoods vary first.
+    ``points`` are pairs of the values of the attributes ``names`` and of a likelihood; likelihoods vary first.
     """
 
     names = ("prior_precision",)
