@@ -135,21 +135,14 @@ class Predicting(ABC):
         return None
 
     def _estimated(
-        self,
-        x: Any,
-        n: int | None,
-        generator: torch.Generator | None,
-        *,
-        joint: bool,
-        outputs: Outputs,
-        differentiable: bool,
+        self, x: Any, n: int | None, generator: torch.Generator | None, *, differentiable: bool, **choice: Any
     ) -> FunctionalPosterior:
-        """The functional posterior from n samples."""
+        """The functional posterior from n samples, of outputs as :func:`moments` takes the choice."""
         if differentiable:
             what = f"{type(self).__name__} passes no gradients to x here: samples have none."
             raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
         count = MOST_SAMPLES if n is None else checks.count("n_samples", n)
-        return moments(*self._pushed(x, generator, count), joint=joint, outputs=outputs)
+        return moments(*self._pushed(x, generator, count), **choice)
 
     def predictive(
         self: Any,

@@ -26,7 +26,6 @@ def test_defaults_by_autodiff_agree_with_closed_forms(likelihood):
     targets = likelihood.sample(outputs, generator=generator(1))
     own = LogDensity(likelihood.log_density)
     torch.testing.assert_close(own.gradient(outputs, targets), likelihood.gradient(outputs, targets))
-    torch.testing.assert_close(own.output_hessian(outputs, targets), likelihood.output_hessian(outputs, targets))
     root = own.output_root(outputs, targets)
     torch.testing.assert_close(root @ root.mT, likelihood.output_hessian(outputs, targets), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(own.statistics(outputs, targets)[0], likelihood.statistics(outputs, targets)[0])
