@@ -19,7 +19,6 @@ A method derives from :class:`Posterior` and gives ``fit_batches``, which return
         def sample(self, n, *, generator=None) -> Tensor: ...  # from self.state.variances
 
 It runs on a copy of the posterior whose attributes are adopted when it has returned, so that a failure changes nothing.
-            return RidgeState(self.network.vector(), n_data, n_outputs, variances)
 """
 
 from __future__ import annotations
