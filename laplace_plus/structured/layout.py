@@ -52,28 +52,28 @@ class ParameterSlices:
 
     def __init__(self, index: Tensor):
         self.shape: tuple[int, int, int] = (index.shape[0], index.shape[1], index.shape[2])
-        self._slices = _slices_of(index)
-        self._index = None if self._slices else index
+        self.slices = _slices_of(index)
+        self._index = None if self.slices else index
 
     def gather(self, vector: Tensor) -> Tensor:
         """The array's entries of ``[…, P]`` vectors, ``[…, G, o, i]``, perhaps as a view; differentiable."""
         if self._index is not None:
             return vector[..., self._index.to(vector.device)]
-        views = [part.view(vector) for part in self._slices]
+        views = [part.view(vector) for part in self.slices]
         return views[0] if len(views) == 1 else torch.cat(views, -1)
 
     def scatter_(self, vector: Tensor, values: Tensor) -> None:
         """Write ``[…, G, o, i]`` values to their places in ``[…, P]`` vectors."""
         if self._index is not None:
             vector[..., self._index.to(vector.device)] = values.to(vector.dtype)
-        for part in self._slices:
+        for part in self.slices:
             part.view(vector).copy_(values[..., part.columns])
 
     def add_(self, vector: Tensor, values: Tensor) -> None:
         """Add ``[…, G, o, i]`` values to their places in ``[…, P]`` vectors."""
         if self._index is not None:
             vector.index_add_(-1, self._index.flatten().to(vector.device), values.flatten(-3))
-        for part in self._slices:
+        for part in self.slices:
             part.view(vector).add_(values[..., part.columns])
 
 

@@ -33,7 +33,7 @@ def test_gather_scatter_and_add(name):
     index, contiguous = CASES[name]
     placement = ParameterSlices(index)
     assert placement.shape == tuple(index.shape)
-    assert bool(placement._slices) == contiguous
+    assert bool(placement.slices) == contiguous
     n = int(index.max()) + 3
     for lead in ((), (2,), (2, 3)):
         vector = torch.randn(*lead, n, requires_grad=True)
