@@ -212,12 +212,12 @@ class EvidencePoint:
         effective = 2 * self.gradient[:n] + self.logarithms[:n].exp() * self.objective.scatter()
         return effective.clamp(min=0.0).minimum(self.objective.sizes())
 
-    def predicted_gain(self, step: float = 1e-2) -> float:
+    def predicted_gain(self) -> float:
         """The gain of the best step along the gradient, in nats, by a quadratic model.
 
         The evidence of millions of parameters is large. Rounding hides small gains, and gradients miss their tolerance.
         """
-        slope = self.free.norm()
+        slope, step = self.free.norm(), 1e-2
         ahead = self.objective.at(self.logarithms + step * self.free / slope).gradient
         curvature = (slope - ahead @ self.free / slope) / step
         return (slope.square() / (2 * curvature)).item() if curvature > 0 else math.inf

@@ -50,7 +50,6 @@ class NoiseEstimate:
         noise_std: Between the deviation of the training residuals and that of the targets.
         residual_std: Root mean square of the training residuals.
         target_std: Standard deviation of the training targets.
-        effective_parameters: How many of the targets' numbers count as spent on fitting weights.
         route: ``"tangent"``, leave-one-out of the network's tangent; or ``"parameters"``, where there are 40 numbers or
             more for each weight or the tangent would take too long: all weights count as spent, up to half the numbers.
         problem: What is wrong, in a sentence; empty if nothing is.
@@ -59,7 +58,6 @@ class NoiseEstimate:
     noise_std: Tensor
     residual_std: Tensor
     target_std: Tensor
-    effective_parameters: Tensor
     route: str
     problem: str
 
@@ -123,28 +121,27 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     residual = (errors / counts).sqrt()
     spread = (by_group((targets - targets.mean(0)).square()) / (counts - counts / len(targets)).clamp_min(1)).sqrt()
     if route == "parameters":
-        share = min(size / n_rows, 0.5)
-        spent, error = share * counts, residual / math.sqrt(1 - share)
+        error = residual / math.sqrt(1 - min(size / n_rows, 0.5))
     else:
         # Outputs on a common scale, so that one ridge suits all of them.
         scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
         each = scale.to(targets)[groups]
         jacobian = torch.cat(jacobians) / each.repeat(len(targets))[:, None].to(jacobians[0])
-        left_out, leverages = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
-        error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)
+        left_out = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
+        error = (by_group((left_out * each).square()) / counts).sqrt()
     error, problem = torch.maximum(error, residual), ""
     if bool((residual < INTERPOLATED * spread).any()):
         ratio = float((residual / spread).min())
         problem = f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
     elif bool((error > spread).any()):
         problem = "The network predicts left-out targets no better than their mean does."
-    tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread, spent
-    noise, residual, spread, spent = (value.reshape(likelihood.noise_std.shape) for value in tensors)
-    return NoiseEstimate(noise, residual, spread, spent, route, problem)
+    tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread
+    noise, residual, spread = (value.reshape(likelihood.noise_std.shape) for value in tensors)
+    return NoiseEstimate(noise, residual, spread, route, problem)
 
 
-def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor, Tensor]:
-    """Leave-one-out residuals and leverages, both ``[n, C]``, of ridge regression on ``J [n·C, P]`` and ``[n, C]``.
+def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> Tensor:
+    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` on ``J [n·C, P]``.
 
     At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms.
     """
@@ -170,5 +167,4 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
     residual = residual.view(n, size, -1).movedim(-1, 0)  # [L, n, C]
     left = torch.linalg.solve(block, residual[..., None])[..., 0]
     squares = left.square().mean(1)
-    best = int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())
-    return left[best], 1 - block[best].diagonal(dim1=-2, dim2=-1)
+    return left[int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())]

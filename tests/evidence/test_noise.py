@@ -48,7 +48,6 @@ def test_ridge_regression_left_out_exactly(n, size, outputs):
     assert found.fun <= float(estimate.noise_std.square()) * (1 + 1e-6) <= 1.05 * found.fun  # two ridges a decade
     torch.testing.assert_close(estimate.residual_std, (net(x) - y).detach().square().mean().sqrt())
     torch.testing.assert_close(estimate.target_std, y.var(0).mean().sqrt())
-    assert 0 < estimate.effective_parameters <= outputs * min(n, size)
 
 
 def test_one_level_for_each_output():
@@ -69,7 +68,7 @@ def test_many_data_need_no_leverages():
         net.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
     estimate = noise_from_residuals(lp.KFAC(net, "regression").fit([(x, y)]))
     squares = (net(x) - y).detach().square().sum()
-    assert estimate.route == "parameters" and float(estimate.effective_parameters) == 4
+    assert estimate.route == "parameters"
     torch.testing.assert_close(estimate.noise_std, (squares / 156).sqrt())  # the unbiased estimate of least squares
 
 
