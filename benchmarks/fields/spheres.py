@@ -177,6 +177,13 @@ def seen_and_unseen(weights, x, generator):
     return (share[..., None] * x[opaque]).sum(1), surface[normals[..., 0] < -0.7]
 
 
+def composited_variance(field, weights, x):
+    """The standard deviation of a point drawn along the ray; the background has the smallest of all vertices."""
+    least = field.render_uncertainty(torch.zeros_like(weights[:1]), x[:1])
+    rest = (1 - weights.sum(-1)).clamp_min(0)
+    return ((weights * field.std(x).square()).sum(-1) + rest * least.square()).sqrt()
+
+
 def run(seed, folder):
     """All figures of one seed, by row and column."""
     generator = torch.Generator().manual_seed(seed)
@@ -210,9 +217,10 @@ def run(seed, folder):
                 field.prior_precision = 0.25
             ratio = {"unseen / seen": float(field.std(back).median() / field.std(front).median())}
             name = f"G = {resolution}, {structure}, prior {prior}"
-            for how in ("log", "variance"):
-                u, query = timed(lambda f=field, how=how: f.render_uncertainty(far, places, compositing=how))
-                add(f"{name}: composited {how}", u, fit, query, **ratio)
+            u, query = timed(lambda f=field: f.render_uncertainty(far, places))
+            add(f"{name}: composited log", u, fit, query, **ratio)
+            u, query = timed(lambda f=field: composited_variance(f, far, places))
+            add(f"{name}: composited variance", u, fit, query, **ratio)
             u, query = timed(lambda view=view: view.functional_posterior(new).covariance[:, 0, 0])
             add(f"{name}: depth", u, fit, query, **ratio)
 

@@ -275,27 +275,12 @@ def test_a_block_knows_the_normal_of_a_surface():
     assert (covariance[:, 0, 0] < 0.01).all() and torch.allclose(covariance[:, 1, 1], torch.tensor(4.0, **DOUBLE))
 
 
-def test_the_authors_scale():
-    posterior, _, rays = fitted(paper_scale=True)
-    variances = 1 / (posterior.vertex_curvature / 20 + 1e-4 / 27)
-    x = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]], **DOUBLE)
-    expected = torch.stack([variances[0, 0, 0], variances[3, 3, 3], torch.tensor(27e4, **DOUBLE)]).sqrt()
-    torch.testing.assert_close(posterior.std(x), expected)
-    plain, _, _ = fitted()
-    torch.testing.assert_close(posterior.predictive(rays).epistemic, plain.predictive(rays).epistemic)
-    nothing = posterior.render_uncertainty(torch.zeros(1, 2, **DOUBLE), rays[:1, :2])
-    assert float(nothing) == pytest.approx(1e-3)
-
-
 def test_compositing():
     posterior, _, rays = fitted()
     u, weights = posterior.std(rays), rand(20, 5, low=0.0, high=0.2)
     rest, least = 1 - weights.sum(1), posterior.variance().min().sqrt()
     logs = (weights * u.log10()).sum(1) + rest * least.log10()
     torch.testing.assert_close(posterior.render_uncertainty(weights, rays), 10**logs)
-    squares = (weights * u.square()).sum(1) + rest * least.square()
-    found = posterior.render_uncertainty(weights, rays, compositing="variance")
-    torch.testing.assert_close(found, squares.sqrt())
     for bad in (weights[:, :4], -weights, 10 * weights, weights * torch.nan):
         with pytest.raises(lp.errors.DataError, match="no weights"):
             posterior.render_uncertainty(bad, rays)

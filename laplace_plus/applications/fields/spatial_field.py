@@ -30,9 +30,6 @@ from laplace_plus.tuning.validation import Validation
 
 PARAMETER = "displacement"
 
-AUTHORS_PRECISION, AUTHORS_RANGE = 1e-4, (1e-3, 1e6)
-"""The authors' prior precision times G^d, and the interval to which they clip u; its start is their background."""
-
 
 @dataclass(frozen=True)
 class Vertices(Structure):
@@ -66,8 +63,6 @@ class SpatialField(GaussianPosterior):
             model is called at the displaced inputs ``[R, d]``. Not stored: set ``posterior.field.render`` once loaded.
         structure: ``"diagonal"``, the authors': one precision for each vertex, the trace of its d × d block, which is
             that along the best known direction; or ``"block"``, the block itself.
-        paper_scale: Whether queries of points (:meth:`std`, ...) are on the authors' scale,
-            ``Σ_v = 1 / (H_v / R + 1e-4 / G^d)`` at unit noise, R rays; predictions and evidence are not.
         prior_precision: By default that of a standard deviation of one cell's longest edge, beyond which D may fold.
         **common: As for :class:`Posterior`; of ``parameters``, ``prior_mean`` and ``backend`` only ``"all"``, 0 and
             ``"native"`` with the exact Gauss-Newton curvature.
@@ -97,14 +92,13 @@ class SpatialField(GaussianPosterior):
         resolution: int = 64,
         render: Render | None = None,
         structure: Literal["diagonal", "block"] = "diagonal",
-        paper_scale: bool = False,
         prior_precision: float | Tensor | None = None,
         **common: Any,
     ):
         render = _missing if isinstance(render, str) else render  # loaded
         checks.choice("structure", structure, ("diagonal", "block"))
         selection = common.pop("parameters", "all")
-        self.grid, self.structure, self.paper_scale = Grid.of(box, resolution), Vertices(structure), bool(paper_scale)
+        self.grid, self.structure = Grid.of(box, resolution), Vertices(structure)
         if prior_precision is None:
             edges = (high - low for low, high in zip(self.grid.lower, self.grid.upper, strict=True))
             prior_precision = (resolution / max(edges)) ** 2
@@ -221,7 +215,7 @@ class SpatialField(GaussianPosterior):
             NonFiniteError: NaN or Inf among them.
         """
         self.require_fit()
-        own = self._vertex_covariance(scaled=self.paper_scale)
+        own = self._vertex_covariance()
         points = self.grid.check(x).detach().to(own)
         checks.finite("A point", points)
         index, weights = self.grid.spread(points)
@@ -242,39 +236,27 @@ class SpatialField(GaussianPosterior):
             return covariance.diagonal(dim1=-2, dim2=-1).amin(-1).sqrt()
         return torch.linalg.eigvalsh(covariance)[..., 0].clamp_min(0).sqrt()
 
-    def _vertex_covariance(self, *, scaled: bool = False) -> Tensor:
-        """Σ_v, ``[V + 1, d, d]``; if ``scaled``, on the authors' scale."""
-        if scaled:
-            prior = self.mean.new_tensor(AUTHORS_PRECISION / self.grid.resolution**self.grid.d)
-            noise = None if self.noise_std is None else torch.ones_like(self.noise_std)
-            factors = self.laplace_model().factor_sets([(prior, noise)], prior.new_tensor(self.n_data))[0]
-            return factors[PARAMETER].covariance()
+    def _vertex_covariance(self) -> Tensor:
+        """Σ_v, ``[V + 1, d, d]``."""
         factor = self.factors()[PARAMETER]
         if self._covariance_cache is None or self._covariance_cache[0] is not factor:
             self._covariance_cache = factor, factor.covariance()
         return self._covariance_cache[1]
 
     @full_precision
-    def render_uncertainty(
-        self, weights: Tensor, x: Tensor, *, compositing: Literal["log", "variance"] = "log"
-    ) -> Tensor:
+    def render_uncertainty(self, weights: Tensor, x: Tensor) -> Tensor:
         """One standard deviation for each pixel, from those of the samples along its ray, in units of length.
 
-        ``"log"``, the authors' choice, is ``10^(Σ_s w_s log₁₀ u(x_s))``: a geometric mean, which no sample dominates,
-        and the standard deviation of nothing. ``"variance"`` is ``(Σ_s w_s u(x_s)²)^½``, that of a point drawn along
-        the ray with probabilities w. The background, of weight ``1 − Σ_s w_s``, has the smallest u of all vertices; on
-        the authors' scale 10⁻³, and the result is clipped to 10⁻³ … 10⁶.
+        As the authors have it, ``10^(Σ_s w_s log₁₀ u(x_s))``: a geometric mean, which no sample dominates, and the
+        standard deviation of nothing. The background, of weight ``1 − Σ_s w_s``, has the smallest u of all vertices.
 
         Args:
             weights: The renderer's weights of the samples ``[..., S]``, at least 0, with a sum of at most 1.
-            x: The samples' positions ``[..., S, d]``.
-            compositing: ``"log"`` or ``"variance"``; the result is ``[...]``.
+            x: The samples' positions ``[..., S, d]``; the result is ``[...]``.
 
         Raises:
-            ConfigurationError: Another compositing.
             DataError: Weights that do not fit the points, are negative, or sum to more than 1.
         """
-        checks.choice("compositing", compositing, ("log", "variance"))
         u = self.std(x)
         fits = isinstance(weights, Tensor) and weights.shape == u.shape and u.ndim > 0
         weights = weights.detach().to(u) if fits else u.new_full((1,), -1)
@@ -283,23 +265,20 @@ class SpatialField(GaussianPosterior):
             expected = f"numbers {list(u.shape)} of at least 0, with a sum along the last axis of at most 1"
             raise DataError("These are no weights of the samples.", expected=expected, got=describe(weights))
         least = self._least(self._vertex_covariance()[:-1]).min()
-        background = u.new_tensor(AUTHORS_RANGE[0]) if self.paper_scale else least
-        u, weights = torch.cat([u, background.expand_as(rest)], -1), torch.cat([weights, rest.clamp_min(0)], -1)
-        found = 10 ** (weights * u.log10()).sum(-1) if compositing == "log" else (weights * u.square()).sum(-1).sqrt()
-        return found.clamp(*AUTHORS_RANGE) if self.paper_scale else found
+        return 10 ** ((weights * u.log10()).sum(-1) + rest.clamp_min(0)[..., 0] * least.log10())
 
     @full_precision
     def mask(self, threshold: float, x: Tensor | None = None) -> Tensor:
         """Where the field is known, ``std(x) <= threshold``, as booleans to multiply densities with.
 
         They are for points ``[..., d]``, or without any for the vertices, ``[G + 1, ...]``. The threshold is a length;
-        the authors' τ is its ``log₁₀``, on their scale. ConfigurationError unless it is positive.
+        ConfigurationError unless it is positive.
         """
         checks.positive("threshold", threshold)
         if x is not None:
             return self.std(x) <= threshold
         self.require_fit()
-        known = self._least(self._vertex_covariance(scaled=self.paper_scale)[:-1]) <= threshold
+        known = self._least(self._vertex_covariance()[:-1]) <= threshold
         return known.unflatten(0, (self.grid.resolution + 1,) * self.grid.d)
 
 
