@@ -34,9 +34,6 @@ from laplace_plus.applications.reconstruction import FilterCovariance, ImagePost
 
 METHODS = {
     "isotropic": "network, isotropic noise of the fit's residuals",
-    "layerwise": "scalar prior for each layer",
-    "filters": "filter priors",
-    "filters + TV": "filter priors and TV-PredCP",
     "layerwise, at the network": "scalar prior for each layer, evidence at the network's weights",
     "filters, at the network": "filter priors, evidence at the network's weights",
     "filters + TV, at the network": "filter priors and TV-PredCP, evidence at the network's weights",
@@ -130,7 +127,6 @@ def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[
             shared = time.process_time() - start
             for name in names:
                 posterior.prior, posterior.noise_std = prior, fitted
-                posterior.optimum = "network" if AT_NETWORK in name else "tangent"
                 rate = problem.gamma * len(y) if "TV" in name else None
                 found, others = tune(posterior, time.process_time() - shared, total_variation=rate)
                 add(name, *found, **others)
@@ -212,7 +208,7 @@ sixteenth of their number at 1e-4. MC dropout (p = 0.05 after each 3 × 3 convol
 its own, trained with it.
 
 Priors and noise are at the maximum of the evidence, by L-BFGS; variances are at least 1e-3, as the authors' are. The
-evidence is that at the optimum of the tangent model, or at the network's weights, as the authors have it on KMNIST.
+evidence is that at the network's weights, as the authors have it on KMNIST.
 Blocks of filter priors are the stages of the network; 1 × 1 convolutions have blocks of their own.
 
 Log-likelihoods of the true image are in nats per pixel, larger is better: of all pixels together, of 4 × 4 patches,
@@ -303,12 +299,11 @@ def why(rows: list[dict[str, Any]], folder: Path) -> list[str]:
     """What stands behind the differences."""
     lines = []
     for name in ("filters", "filters + TV"):
-        for more in ("", AT_NETWORK):
-            own = [row["lengthscale"][:5] for row in rows if row["method"] == name + more]  # of the stages
-            values = [value for lengths in own for value in lengths]
-            if values:
-                low, high = min(values), max(values)
-                lines.append(f"{METHODS[name + more]}: {statistics.median(values):.2f} ({low:.2f} to {high:.2f})")
+        own = [row["lengthscale"][:5] for row in rows if row["method"] == name + AT_NETWORK]  # of the stages
+        values = [value for lengths in own for value in lengths]
+        if values:
+            low, high = min(values), max(values)
+            lines.append(f"{METHODS[name + AT_NETWORK]}: {statistics.median(values):.2f} ({low:.2f} to {high:.2f})")
     return [
         f"- **Correlation of neighbouring taps** within the trained filters: {filters_of(folder)}.",
         f"- **Length scales** in taps, median over stages and images (range): {'; '.join(lines)}. Most are so short, "
@@ -322,8 +317,6 @@ def bars(groups: Any) -> list[str]:
     for better, worse in (
         *((f"filters{more}{AT_NETWORK}", f"layerwise{AT_NETWORK}") for more in ("", " + TV")),
         (f"layerwise{AT_NETWORK}", "dropout"),
-        *((f"filters{more}", "layerwise") for more in ("", " + TV")),
-        ("layerwise", "dropout"),
     ):
         parts = []
         for (noise, angles), methods in sorted(groups.items()):
