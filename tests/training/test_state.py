@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
-    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -54,7 +53,6 @@ CASES = {
     "cosine": {"scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 9)},
     "plateau": {"scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, patience=1)},
     "a function": {"scheduler": lambda optimizer: LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))},
-    "batches": {"scheduler": lambda optimizer: OneCycleLR(optimizer, 0.02, 18), "schedule_by": "batch"},
     "two schedules": {
         "scheduler": lambda optimizer: SequentialLR(
             optimizer, [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.9)], [3]
@@ -67,7 +65,7 @@ QUICK = {
     "Adam, dropout and batch normalisation",
     "regression",
     "a precision for each entry",
-    "batches",
+    "cosine",
     "two schedules",
 }
 

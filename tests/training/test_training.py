@@ -170,16 +170,15 @@ def test_a_posterior_over_some_layers_leaves_the_others_without_a_prior():
     assert result.posterior.parameter_names == ("2.weight", "2.bias")
 
 
-def test_schedulers_step_by_epochs_or_batches():
-    rates = {"epoch": [], "batch": []}
-    for by, seen in rates.items():
+def test_schedulers_step_by_epochs():
+    seen = []
 
-        def schedule(step, seen=seen):
-            seen.append(step)
-            return 1.0
+    def schedule(step):
+        seen.append(step)
+        return 1.0
 
-        train(classifier(), loader(*classes()), scheduler=lambda o, f=schedule: LambdaLR(o, f), schedule_by=by)
-    assert rates == {"epoch": list(range(5)), "batch": list(range(17))}
+    train(classifier(), loader(*classes()), scheduler=lambda optimizer: LambdaLR(optimizer, schedule))
+    assert seen == list(range(5))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -197,7 +196,6 @@ def test_schedulers_step_by_epochs_or_batches():
         ({"temperature": -1.0}, "temperature"),
         ({"max_gradient_norm": float("nan")}, "max_gradient_norm"),
         ({"tune_noise": True}, "no noise"),
-        ({"schedule_by": "step"}, "schedule_by"),
         ({"structure": "blockwise"}, "blockwise"),
         ({"structure": "blockwise", "hyper_steps": None}, "blockwise"),
         ({"posterior": "Nothing"}, "Nothing"),

@@ -82,7 +82,6 @@ def train_data_emphasized(
     optimizer: OptimizerFactory = torch.optim.SGD,
     optimizer_options: Mapping[str, Any] | None = None,
     scheduler: SchedulerFactory | None = None,
-    schedule_by: Literal["epoch", "batch"] = "epoch",
     max_gradient_norm: float | None = 1.0,
     state: Mapping[str, Any] | None = None,
     progress: bool = False,
@@ -109,7 +108,6 @@ def train_data_emphasized(
             least loss at the end.
         optimizer_options: By default, of SGD, a learning rate of .1 and a momentum of .9.
         scheduler: Called with the optimizer.
-        schedule_by: ``"epoch"`` or ``"batch"``.
         max_gradient_norm: Where to clip the norm of the whole gradient; None for nowhere.
         state: That of an earlier result, to go on from; ``epochs`` counts those before. The pre-trained weights are
             those of the first start.
@@ -148,7 +146,6 @@ def train_data_emphasized(
         optimizer=optimizer,
         optimizer_options=own | dict(optimizer_options or {}),
         scheduler=scheduler,
-        schedule_by=schedule_by,
         max_gradient_norm=max_gradient_norm,
         generator=generator,
         further=[rho],

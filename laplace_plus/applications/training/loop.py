@@ -47,21 +47,19 @@ class Loop:
         optimizer: OptimizerFactory,
         optimizer_options: Mapping[str, Any],
         scheduler: SchedulerFactory | None,
-        schedule_by: str,
         max_gradient_norm: float | None,
         generator: torch.Generator | None,
         other: Iterable[Any] | None = None,
         further: Sequence[Tensor] = (),
     ):
         checks.count("epochs", epochs)
-        checks.choice("schedule_by", schedule_by, ("epoch", "batch"))
         if max_gradient_norm is not None:
             checks.positive("max_gradient_norm", max_gradient_norm)
         for data in (loader, other):
             if isinstance(data, Iterator):  # iter() of a loader would draw a seed
                 require_restartable(data, "Training passes over the data many times.")
         self.model, self.network, self.loader = model, network, loader
-        self.schedule_by, self.max_gradient_norm = schedule_by, max_gradient_norm
+        self.max_gradient_norm = max_gradient_norm
         self.generators = _generators(network.device, [loader, other], generator)
         trained = [p for p in network.model.parameters() if p.requires_grad]
         self.optimizer = optimizer([*trained, *further], **optimizer_options)
@@ -101,30 +99,23 @@ class Loop:
                 sizes.append(len(batch.target))
                 self.optimizer.zero_grad()
                 loss = objective(batch)
-                value = loss.item()
                 checks.finite("The loss", loss.detach())
                 loss.backward()
                 if self.max_gradient_norm is not None:
                     nn.utils.clip_grad_norm_(clipped, self.max_gradient_norm)
                 self.optimizer.step()
-                if self.schedule_by == "batch":
-                    self._schedule(value)
-                total += value
+                total += loss.item()
             self.network.check_finite()
         except NonFiniteError as error:
             what = f"Training diverged in epoch {len(self.losses) + 1}, by batch {len(sizes)}. {error}"
             raise NonFiniteError(what, fix="Use a smaller learning rate, or max_gradient_norm.") from error
         self.n_examples, self.mean_batch_size = sum(sizes), sum(sizes) / len(sizes)
         self.losses.append(total / len(sizes))
-        if self.schedule_by == "epoch":
-            self._schedule(self.losses[-1])
-        return self.losses[-1]
-
-    def _schedule(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(loss)
+            self.scheduler.step(self.losses[-1])
         elif self.scheduler is not None:
             self.scheduler.step()
+        return self.losses[-1]
 
     def state(self) -> dict[str, Any]:
         """What the next epoch depends on, as copies."""

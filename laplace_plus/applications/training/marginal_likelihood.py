@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,6 @@ def train_marginal_likelihood(
     optimizer: OptimizerFactory = torch.optim.Adam,
     optimizer_options: Mapping[str, Any] | None = None,
     scheduler: SchedulerFactory | None = None,
-    schedule_by: Literal["epoch", "batch"] = "epoch",
     max_gradient_norm: float | None = None,
     burn_in: int = 0,
     frequency: int = 5,
@@ -166,9 +165,8 @@ def train_marginal_likelihood(
         backend: What computes the curvature; by default the posterior's own.
         optimizer: Called with a list of the parameters and ``optimizer_options``.
         optimizer_options: Such as ``{"lr": 1e-3}``. The gradient is that of the objective above, a mean over examples.
-        scheduler: Called with the optimizer; its ``step()`` is called after every epoch, or after every batch.
-            ``ReduceLROnPlateau`` is given the epoch's loss.
-        schedule_by: ``"epoch"`` or ``"batch"``.
+        scheduler: Called with the optimizer; its ``step()`` is called after every epoch, that of ``ReduceLROnPlateau``
+            with the epoch's loss.
         max_gradient_norm: Where to clip the norm of the whole gradient.
         burn_in: Epochs before updates begin; the first comes ``frequency`` epochs later.
         frequency: Epochs from one update to the next. An update with exact curvature costs about as much as an epoch
@@ -236,7 +234,6 @@ def train_marginal_likelihood(
         optimizer=optimizer,
         optimizer_options=dict(optimizer_options or {}),
         scheduler=scheduler,
-        schedule_by=schedule_by,
         max_gradient_norm=max_gradient_norm,
         generator=generator,
         other=curvature_loader,
