@@ -6,11 +6,8 @@ The configuration is a YAML file; any of its keys can also be given as an option
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError, LaplacePlusError
 from laplace_plus.experiments.predict import predict
 from laplace_plus.experiments.run import run, wrap
-from laplace_plus.experiments.settings import PredictSettings, RunSettings, WrapSettings, user_modules
+from laplace_plus.experiments.settings import PredictSettings, RunSettings, WrapSettings
 
 COMMANDS: dict[str, tuple[type[Any], Callable[..., None], str]] = {
     "run": (RunSettings, run, "train, wrap, tune, evaluate and report: the digits demonstration"),
@@ -68,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = given[0] if given and given[0] in COMMANDS else ""
     if command and len(given) > 1 and not given[1].startswith("-"):
         given.insert(1, "--config")
+    path = [*sys.path]
     try:
         parser = build_parser()
         try:
@@ -75,33 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = parser.instantiate(parsed)[parsed.command]
         except (ArgumentError, TypeError) as error:
             what, name = " ".join(str(error).split()).rstrip("."), f"laplace-plus {command}".strip()
-            raise ConfigurationError(f"{what}.", fix=f"{_nearest(what, command)}See `{name} --help`") from error
+            raise ConfigurationError(f"{what}.", fix=f"See `{name} --help`") from error
         settings_class, function, _ = COMMANDS[parsed.command]
         # Instances are kept as they are: only the top level of the namespace is taken apart.
         settings = settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})
-        folders = [Path(str(path)).parent for path in chosen.config or []]
         folder = Path(settings.output)
         (folder.parent if folder.suffix in (".csv", ".npz") else folder).mkdir(parents=True, exist_ok=True)
         # Modules that the configuration names are part of it: found beside the file, or where the command is given.
-        with user_modules(*folders, Path.cwd(), path=sys.path):
-            function(settings, progress=chosen.progress, say=partial(print, flush=True))
+        folders = [*(Path(str(file)).parent for file in chosen.config or []), Path.cwd()]
+        sys.path[:0] = [str(one.resolve()) for one in folders]
+        function(settings, progress=chosen.progress, say=partial(print, flush=True))
     except LaplacePlusError as error:
         print(f"laplace-plus: {error}", file=sys.stderr)
         return 2
+    finally:
+        sys.path[:] = path
     return 0
-
-
-def _nearest(message: str, command: str) -> str:
-    """Which key or command a wrong one may stand for; empty if nothing is near."""
-    known = [*COMMANDS]
-    if command:
-        own = fields(COMMANDS[command][0])
-        nested: list[tuple[str, Any]] = [(item.name, item.default_factory) for item in own]
-        inner = [f"{name}.{item.name}" for name, cls in nested if is_dataclass(cls) for item in fields(cls)]
-        known = [item.name for item in own] + inner
-    wrong = re.search(r"arguments: --([\w.]+)|option '([\w.]+)'|choice: '(\w+)'", message)
-    near = get_close_matches(next(filter(None, wrong.groups())), known, 1) if wrong else []
-    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 if __name__ == "__main__":

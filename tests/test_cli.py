@@ -425,10 +425,10 @@ def refused(arguments, capsys):
     ("arguments", "message"),
     [
         ([], "command"),
-        (["warp"], "Did you mean 'wrap'?"),
+        (["warp"], "wrap"),
         (["run", "nowhere.yaml"], "nowhere.yaml"),
         (["run", "--seeds", "0"], "seeds"),
-        (["run", "--training.epoch", "3"], "Did you mean 'training.epochs'?"),
+        (["run", "--training.epoch", "3"], "training.epoch"),
         (["run", "--data.train_fraction", "1.0"], "data.train_fraction"),
         (["run", "--data.held_out_classes", "[10]"], "held_out_classes"),
         (["run", "--posteriors", "[]"], "posteriors is empty"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import laplace_plus as lp
 from laplace_plus import likelihoods
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments import run as report
@@ -18,7 +19,6 @@ from laplace_plus.experiments.comparison import (
     Regressed,
     gather,
     gather_uncertainties,
-    point_prediction,
 )
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
 from laplace_plus.experiments.settings import DataSettings, TrainingSettings, folder_of, read_posteriors
@@ -65,7 +65,7 @@ def test_training_learns_repeats_and_leaves_the_global_random_state():
 
 
 def gathered(model: nn.Module, likelihood: likelihoods.Likelihood, data: list) -> Classified | Regressed:
-    predict = point_prediction(model, likelihood)
+    predict = lp.Ensemble([model], likelihood).predictive
     return gather(predict, likelihood, batches.iterate(data, device="cpu"))
 
 
@@ -91,7 +91,9 @@ def test_the_point_prediction_of_a_classifier_is_its_softmax():
     torch.testing.assert_close(found.uncertainty(), entropy)
     data = [(x, torch.full((10,), -100))]  # targets that mean nothing
     likelihood = likelihoods.Categorical()
-    unknown = gather_uncertainties(point_prediction(model, likelihood), likelihood, batches.iterate(data, device="cpu"))
+    unknown = gather_uncertainties(
+        lp.Ensemble([model], likelihood).predictive, likelihood, batches.iterate(data, device="cpu")
+    )
     torch.testing.assert_close(unknown, entropy)
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.special import entr
 
 from laplace_plus import metrics
+from laplace_plus.applications.mixtures import Ensemble
 from laplace_plus.errors import NoGainWarning
 from laplace_plus.experiments.settings import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
-from laplace_plus.network.network import Network
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.predictive import Prediction, from_samples
+from laplace_plus.predictive import Prediction
 
 POINT = "MAP"
 """The label of the trained network itself."""
@@ -45,7 +46,7 @@ class Classified:
 
     def uncertainty(self) -> Tensor:
         """Entropy of each prediction in nats, ``[N]``."""
-        return _entropy(self.probabilities)
+        return entr(self.probabilities).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def compare(
     outcomes = {settings.label: outcome(settings) for settings in posteriors}
     first = next(iter(outcomes.values())).posterior if outcomes else None
     tuned = likelihood if first is None else first.likelihood
-    return {POINT: score(point_prediction(model, tuned), POINT, tuned, {}, None), **outcomes}
+    return {POINT: score(Ensemble([model], tuned).predictive, POINT, tuned, {}, None), **outcomes}
 
 
 def _facts(posterior: Posterior) -> dict[str, Any]:
@@ -167,12 +168,6 @@ def _facts(posterior: Posterior) -> dict[str, Any]:
     if noise is not None:
         facts["noise_std"] = noise.detach().cpu().tolist()
     return facts
-
-
-def point_prediction(model: nn.Module, likelihood: Likelihood) -> Predict:
-    """The trained network's own prediction ``p(y | f(x))``, with which posteriors are compared."""
-    network = Network(model, "all", likelihood.arrange)
-    return lambda inputs: from_samples(likelihood, network.forward(inputs)[None])
 
 
 def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Classified | Regressed:
@@ -199,7 +194,7 @@ def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batc
 def gather_uncertainties(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Tensor:
     """``gather(…).uncertainty()``, ``[N]``, for data whose targets have no meaning."""
     moments = [_moments(predict(batch.inputs), likelihood) for batch in data]
-    return torch.cat([_entropy(*one) if likelihood.is_classifier else one[1].sum(-1) for one in moments])
+    return torch.cat([entr(*one).sum(-1) if likelihood.is_classifier else one[1].sum(-1) for one in moments])
 
 
 def _moments(prediction: Prediction, likelihood: Likelihood) -> tuple[Tensor, ...]:
@@ -207,10 +202,6 @@ def _moments(prediction: Prediction, likelihood: Likelihood) -> tuple[Tensor, ..
     if likelihood.is_classifier:
         return (_plain(likelihood.class_probabilities(prediction.mean)),)
     return _plain(prediction.mean).flatten(0, -2), _plain(prediction.variance).flatten(0, -2)
-
-
-def _entropy(probabilities: Tensor) -> Tensor:
-    return -torch.special.xlogy(probabilities, probabilities).sum(-1)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_plus.applications.calibration import CalibratedPosterior
-from laplace_plus.applications.conformal import ConformalPosterior
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments.run import trained_model
 from laplace_plus.experiments.settings import PredictSettings, load_object, make
@@ -38,13 +36,11 @@ def predict(settings: PredictSettings, *, progress: bool = False, say: Callable[
         model = trained_model(settings)
     likelihood = None if settings.likelihood is None else make(settings.likelihood, {})
     posterior: Any = load(settings.posterior, model, likelihood=likelihood)
-    inner = posterior
-    while isinstance(inner, (CalibratedPosterior, ConformalPosterior)):
-        inner = inner.posterior
+    dtype = next(own.dtype for own in model.parameters())
     transform = load_object(settings.transform) if settings.transform else lambda batch: batch
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
     found = []
-    for inputs in _batches(arrays, settings.batch_size, inner.network.dtype):
+    for inputs in _batches(arrays, settings.batch_size, dtype):
         prediction = posterior.predictive(transform(inputs), generator=generator)
         found.append({name: part.detach().cpu().numpy() for name, part in _columns(prediction).items()})
     table: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}

@@ -8,7 +8,6 @@ and all images of those held out. It repeats this over seeds. `laplace-plus wrap
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import platform
 import statistics
@@ -29,9 +28,16 @@ from torch.utils.data import DataLoader
 from laplace_plus._version import __version__
 from laplace_plus.applications import plotting
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.comparison import Classified, Data, Outcome, Regressed, compare
+from laplace_plus.experiments.comparison import POINT, Classified, Data, Outcome, compare
 from laplace_plus.experiments.digits import load_digits, train_network
-from laplace_plus.experiments.settings import RunSettings, WrapSettings, folder_of, make, read_posteriors
+from laplace_plus.experiments.settings import (
+    ModelSettings,
+    RunSettings,
+    WrapSettings,
+    folder_of,
+    make,
+    read_posteriors,
+)
 from laplace_plus.likelihoods import Categorical, resolve_likelihood
 
 TITLES = {
@@ -123,8 +129,8 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
     write_report(settings, model, [outcomes], facts, started, say=say)
 
 
-def trained_model(settings: Any) -> nn.Module:
-    """The network of a configuration with `model`, `model_kwargs`, `checkpoint` and `device`; ConfigurationError."""
+def trained_model(settings: ModelSettings) -> nn.Module:
+    """The network of a configuration; ConfigurationError for what is none, or cannot be read."""
     model = make(settings.model, settings.model_kwargs)
     if not isinstance(model, nn.Module):
         what = f"{settings.model} returned no network."
@@ -173,21 +179,19 @@ def write_report(
     """
     output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
-    pooled, numbers = {}, {}  # the test predictions of all repeats
-    for label, outcomes in by_label.items():
-        found = [one.predictions for one in outcomes if isinstance(one.predictions, Classified)]
-        if found:
-            pooled[label] = torch.cat([one.probabilities for one in found]), torch.cat([one.targets for one in found])
-        elif isinstance(outcomes[0].predictions, Regressed):
-            numbers[label] = outcomes[0].predictions
-    if pooled:
+    predictions: dict[str, Any] = {label: outcomes[0].predictions for label, outcomes in by_label.items()}
+    if isinstance(predictions[POINT], Classified):
+        each: dict[str, Any] = {label: [one.predictions for one in outcomes] for label, outcomes in by_label.items()}
+        pooled = {
+            label: (torch.cat([one.probabilities for one in own]), torch.cat([one.targets for one in own]))
+            for label, own in each.items()
+        }
         plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
-    if numbers:
-        moments = {label: (one.mean, one.variance, one.targets) for label, one in numbers.items()}
+    else:
+        moments = {label: (one.mean, one.variance, one.targets) for label, one in predictions.items()}
         plotting.coverage_diagram(moments).savefig(output / "coverage.png", dpi=150)
-        inputs = {label: one.inputs for label, one in numbers.items() if one.inputs is not None}
-        if inputs and len(moments) == len(inputs):
-            curves = {label: (inputs[label], *own) for label, own in moments.items()}
+        if predictions[POINT].inputs is not None:
+            curves = {label: (predictions[label].inputs, *own) for label, own in moments.items()}
             plotting.curves(curves).savefig(output / "prediction.png", dpi=150)
     methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
     n_parameters, seconds = sum(p.numel() for p in model.parameters()), time.perf_counter() - started
@@ -235,13 +239,5 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write valid JSON: a number that is not finite is written as null."""
-    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    path.write_text(json.dumps(finite, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, unknown_option
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior, register
@@ -55,10 +54,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         """Refuse classes that leave nothing to learn or to hold out."""
-        classes = set(self.held_out_classes)
-        if not classes <= set(range(10)) or not 1 <= len(classes) <= 8 or len(classes) < len(self.held_out_classes):
-            expected, got = "between one and eight different digits 0 … 9", str(self.held_out_classes)
-            raise ConfigurationError("data.held_out_classes are no such digits.", expected=expected, got=got)
+        for digit in self.held_out_classes:
+            checks.choice("data.held_out_classes", digit, range(10))
+        checks.number("The number of data.held_out_classes", len({*self.held_out_classes}), least=1, most=8)
 
 
 @dataclass(frozen=True)
@@ -88,81 +86,80 @@ class RunSettings:
     device: str = "cpu"
 
 
-@dataclass(frozen=True)
-class WrapSettings:
-    """A trained network of one's own: wrap, tune, evaluate and report.
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A trained network of one's own.
 
     Each `…:…` is a module and a function in it. Modules are looked for beside the configuration file and in the current
     directory as well as among the installed ones.
 
     Attributes:
         model: `module:function` that returns the network, trained unless a checkpoint is given.
+        model_kwargs: Keyword arguments of the model's function.
+        checkpoint: Weights to load into the network: a safetensors file, or a state dict saved by torch.
+        seed: Seeds all of these functions, and sampled predictions.
+        device: Where to compute, e.g. cpu or cuda.
+    """
+
+    model: str
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapSettings(ModelSettings):
+    """A trained network of one's own: wrap, tune, evaluate and report.
+
+    Attributes:
         train_data: `module:function` that returns an iterable of batches: what the network was trained on.
         test_data: `module:function` that returns the batches to evaluate on.
         posteriors: The posteriors to compare with the network itself, each a mapping with `class` and any of `label`,
             `tune`, `predict`; whatever else it holds goes to the constructor.
         likelihood: classification, binary or regression; or `module:function` that returns a likelihood.
-        checkpoint: Weights to load into the network: a safetensors file, or a state dict saved by torch.
         validation_data: `module:function` that returns batches to tune on; only `tune: {method: validation}` uses it.
         ood_data: `module:function` that returns out-of-distribution batches, of the same form as the test data.
-        model_kwargs: Keyword arguments of the model's function.
         train_data_kwargs: Keyword arguments of the training data's function.
         test_data_kwargs: Keyword arguments of the test data's function.
         validation_data_kwargs: Keyword arguments of the validation data's function.
         ood_data_kwargs: Keyword arguments of the out-of-distribution data's function.
         output: Folder for metrics.json, pictures and the posteriors.
-        seed: Seeds the functions above and the sampling of predictions.
-        device: Where to compute, e.g. cpu or cuda.
     """
 
-    model: str
     train_data: str
     test_data: str
     posteriors: list[dict[str, Any]]
     likelihood: str = "classification"
-    checkpoint: str | None = None
     validation_data: str | None = None
     ood_data: str | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
     train_data_kwargs: dict[str, Any] = field(default_factory=dict)
     test_data_kwargs: dict[str, Any] = field(default_factory=dict)
     validation_data_kwargs: dict[str, Any] = field(default_factory=dict)
     ood_data_kwargs: dict[str, Any] = field(default_factory=dict)
     output: str = "runs/wrap"
-    seed: int = 0
-    device: str = "cpu"
 
 
-@dataclass(frozen=True)
-class PredictSettings:
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings(ModelSettings):
     """Predictions of a saved posterior.
 
     Attributes:
         posterior: The folder that `laplace-plus wrap` or `posterior.save` wrote.
-        model: `module:function` that returns the network, trained unless a checkpoint is given.
         inputs: A .npz file (one array, or named ones that the network takes by keyword), a CSV file of numbers with or
             without a line of names, or a folder of images, which become floats in [0, 1], `[B, C, H, W]`.
         likelihood: `module:function` that returns the likelihood, where it is one of your own.
-        checkpoint: Weights to load into the network: a safetensors file, or a state dict saved by torch.
-        model_kwargs: Keyword arguments of the model's function.
         transform: `module:function` that a batch of inputs goes through first, such as a normalisation.
         output: The .csv or .npz file to write.
         batch_size: Number of inputs at a time.
-        seed: Seeds the function that makes the network, as for `wrap`, and sampled predictions.
-        device: Where to compute, e.g. cpu or cuda.
     """
 
     posterior: str
-    model: str
     inputs: str
     likelihood: str | None = None
-    checkpoint: str | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
     transform: str | None = None
     output: str = "predictions.csv"
     batch_size: PositiveInt = 256
-    seed: int = 0
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -190,15 +187,11 @@ def folder_of(label: str) -> str:
 
 
 def read_posteriors(entries: list[dict[str, Any]]) -> list[PosteriorSettings]:
-    """Turn the `posteriors` of a configuration into settings, with the classes looked up and their options checked.
+    """The `posteriors` of a configuration, with the classes looked up and their options checked.
 
-    Args:
-        entries: Mappings with `class` (a registered name, or `module:class`) and any of `label`, `tune` (a mapping for
-            `fit_prior_precision`, or false) and `predict` (a mapping for `predictive`). Other keys go to the
-            constructor.
-
-    Raises:
-        ConfigurationError: No entry, an unknown class, an option that the class does not have, or two like labels.
+    Entries have a `class` (a registered name, or `module:class`) and any of `label`, `tune` (a mapping for
+    `fit_prior_precision`, or false) and `predict` (a mapping for `predictive`); other keys go to the constructor.
+    ConfigurationError for no entry, an unknown class, an option that the class does not have, or two like labels.
     """
     if not entries:
         raise ConfigurationError("posteriors is empty.", expected="at least one", fix="Add `- class: KFAC`.")
@@ -259,14 +252,3 @@ def load_object(name: str) -> Any:
 def make(name: str, keywords: Mapping[str, Any]) -> Any:
     """Call the function that `module:function` names; errors as :func:`load_object` and :func:`call`."""
     return call(load_object(name), keywords, what=name)
-
-
-@contextmanager
-def user_modules(*folders: Path, path: list[str]) -> Iterator[None]:
-    """Let modules in the folders be imported, ahead of installed ones; ``path`` is the search path (`sys.path`)."""
-    before = [*path]
-    path[:0] = [str(folder.resolve()) for folder in folders]
-    try:
-        yield
-    finally:
-        path[:] = before
