@@ -83,7 +83,7 @@ class VariationalLastLayer(Posterior):
         n_samples, max_iterations: An even number of samples for ``"mc"``, the same throughout; that of L-BFGS.
         noise, noise_shape: ``"gaussian"`` or ``"student_t"``, and a₀.
         parameters, backend: ``"last_layer"``, or the names of all of a linear last layer's parameters; not used.
-        model, likelihood, **common: As for :class:`Posterior`; one α.
+        model, likelihood, common: As for :class:`Posterior`; one α.
 
     Example:
         >>> import laplace_plus as lp
