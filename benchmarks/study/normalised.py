@@ -160,8 +160,7 @@ def abnn(*, tuned: bool = False, n_samples: int | None = None, **options: Any) -
         posterior.fit(data.loader("train", 50), generator=generator())
         if tuned:
             posterior.fit_prior_precision(data=data.loader("validation"), n_samples=20, generator=generator())
-        report = vars(posterior.report)
-        chosen = {"scale": posterior.noise_scale, "fine_tuned": posterior.fine_tuned, **report}
+        chosen = {"scale": posterior.noise_scale, "fine_tuned": posterior.fine_tuned}
         return lambda x: posterior.predictive(x, n_samples=n_samples, generator=generator()), chosen
 
     return run

@@ -232,6 +232,12 @@ def settle(network: Network, inputs: Any) -> None:
 # -- gradients of the loss ---------------------------------------------------------------------------------------------
 
 
+def mean_loss(likelihood: Likelihood, outputs: Tensor, target: Any) -> Tensor:
+    """The mean negative log-likelihood of a batch's targets that count, 0-d."""
+    rows, targets, weight = likelihood.rows(outputs, target)
+    return -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
+
+
 def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
     """A leaf with the entries of ``vector [P]``, and the outputs ``[B, *, C]`` as a differentiable function of it."""
     with torch.enable_grad(), differentiable_kernels(network.model):

@@ -7,7 +7,6 @@ Predictions are averaged over members and noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from laplace_plus import checks
 from laplace_plus.errors import NoGainWarning, SelectionError, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator, standard_normal
 from laplace_plus.network.batches import Batch
+from laplace_plus.network.gradients import mean_loss
 from laplace_plus.network.selection import Selection
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
@@ -32,7 +32,6 @@ from laplace_plus.posteriors.public import full_precision, zero_curvature
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.training_data import require_restartable, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation
-from laplace_plus.tuning.deletions import INTERPOLATION
 
 _MOMENTUM, _DECAY = 0.9, 1e-4
 """Of SGD: Nesterov's momentum, and weight decay."""
@@ -43,24 +42,8 @@ _SCALES = (0.05, 0.1, 0.2, 0.3, 0.5)
 _DRAWS = 2
 """Noisy networks of each member by which the fit is judged on the training data."""
 
-_DROP = 0.02
-"""By how much the accuracy on the training data may fall."""
-
-
-@stored
-@dataclass(frozen=True)
-class FineTuning:
-    """How noisy networks do on the training data at the scale that :meth:`ABNN.fit` ended with, averaged.
-
-    Attributes:
-        network_nll, nll: Mean negative log-likelihoods in nats.
-        network_accuracy, accuracy: Shares of correct classes; None in regression.
-    """
-
-    network_nll: float
-    nll: float
-    network_accuracy: float | None
-    accuracy: float | None
+_DROP, _HALVINGS = 0.02, 5
+"""By how much the accuracy on the training data may fall, and how many scales are tried before the network itself."""
 
 
 @stored
@@ -71,7 +54,6 @@ class FineTuned(State):
     members: Tensor
     noise_scale: float
     fine_tuned: bool = True
-    report: FineTuning | None = None
 
 
 class ABNN(Posterior):
@@ -114,7 +96,7 @@ class ABNN(Posterior):
         NonFiniteError: Fine-tuning diverged.
 
     Warns:
-        NoGainWarning: The scale is not the one that was asked for, or the network interpolates its training data.
+        NoGainWarning: The scale is not the one that was asked for.
 
     Example:
         >>> import laplace_plus as lp
@@ -127,7 +109,6 @@ class ABNN(Posterior):
 
     default_method = "sampled"
     members = of_state("members", "γ and β of the fine-tuned members, ``[M, P]``.")
-    report = of_state("report", "How noisy networks do on the training data, a :class:`FineTuning`.")
     noise_scale = of_state(
         "noise_scale",
         "The present α: ``scale``, or what :meth:`fit` or a tuning made of it.",
@@ -180,21 +161,24 @@ class ABNN(Posterior):
         seed = draw_seed(generator)
         members = self._fine_tune(data, seed, progress=progress)
         self.set_state(FineTuned(members.mean(0), n_data, n_outputs, members, self.scale))
+        if self.likelihood.is_classifier:
+            self._quieten(data, seed, progress=progress)
+        return self.state
+
+    def _quieten(self, data: Iterable[Any], seed: int, *, progress: bool) -> None:
+        """Halve the scale while noise costs accuracy on the training data; in the end, leave the network itself."""
         lost: list[float] = []
-        for scale, fine_tuned in [*((self.scale / 2**halvings, True) for halvings in range(5)), (0.0, False)]:
-            self.noise_scale, self.fine_tuned = scale, fine_tuned
-            report = self._compared(data, stage_generator(seed, self.epochs + 1), progress=progress)
-            lost.append((report.network_accuracy or 0.0) - (report.accuracy or 0.0))
+        for _ in range(_HALVINGS):
+            lost.append(self._lost(data, stage_generator(seed, self.epochs + 1), progress=progress))
             if lost[-1] <= _DROP:
                 break
-        if len(lost) > 1:
+            self.noise_scale /= 2
+        else:
+            self.noise_scale, self.fine_tuned = 0.0, False
+        if lost[0] > _DROP:
             what = f"Noise of scale {self.scale:.3g} costs {lost[0]:.1%} of the accuracy on the training data"
-            now = f"it is {scale:.3g} now" if fine_tuned else "the posterior now is the network"
+            now = f"it is {self.noise_scale:.3g} now" if self.fine_tuned else "the posterior now is the network"
             warn(f"{what}; {now}. fit_prior_precision(data=held_out) chooses better.", NoGainWarning)
-        elif self.likelihood.is_classifier and report.network_nll < INTERPOLATION and self.scale:
-            what = "The network interpolates its training data, which then do not tell whether noise helps."
-            warn(f"{what} fit_prior_precision(data=held_out) does.", NoGainWarning)
-        return replace(self.state, report=report)
 
     def _fine_tune(self, data: Iterable[Any], seed: int, *, progress: bool) -> Tensor:
         """Members after SGD, ``[M, P]``; all take their steps in the same pass."""
@@ -214,30 +198,24 @@ class ABNN(Posterior):
         """Of the mean loss of one noisy network, ``[P]``."""
         with torch.enable_grad():
             leaf = vector.clone().requires_grad_()
-            outputs = self._noisy(batch.inputs, leaf, self.scale, source)
-            rows, targets, weight = self.likelihood.rows(outputs, batch.target)
-            loss = -(weight * self.likelihood.log_density(rows, targets)).sum() / weight.sum().clamp(min=1)
+            loss = mean_loss(self.likelihood, self._noisy(batch.inputs, leaf, self.scale, source), batch.target)
             if not loss.requires_grad:
                 raise zero_curvature(self)
             return torch.autograd.grad(loss, leaf)[0]
 
-    def _compared(self, data: Iterable[Any], source: torch.Generator, *, progress: bool) -> FineTuning:
-        """The averaged predictions of noisy networks on the training data, beside the network's."""
-        likelihood, sums, count = self.likelihood, [0.0] * 4, 0.0
+    def _lost(self, data: Iterable[Any], source: torch.Generator, *, progress: bool) -> float:
+        """By how much averaged predictions of noisy networks are right less often on the training data."""
+        likelihood, lost, count = self.likelihood, 0.0, 0.0
         for batch in self.batches(data, progress=progress, description="ABNN: training data"):
             drawn = self.sampled_outputs(batch.inputs, _DRAWS * self.n_members, source)
-            for place, outputs in enumerate(([self.network.forward(batch.inputs)], list(drawn))):
-                rows = [likelihood.rows(one, batch.target) for one in outputs]
-                _, targets, share = rows[0]
-                logs = torch.stack([likelihood.log_density(one, targets) for one, *_ in rows])
-                sums[place] -= float(share @ (logs.logsumexp(0) - math.log(len(rows))).to(share))
-                if likelihood.is_classifier:
-                    right = likelihood.mixture(torch.stack([one for one, *_ in rows])).mode
-                    labels = targets.argmax(-1) if targets.ndim > right.ndim else targets
-                    sums[2 + place] += float(share @ (right == labels).to(share).reshape(len(share), -1).mean(1))
+            own, targets, share = likelihood.rows(self.network.forward(batch.inputs), batch.target)
+            noisy = torch.stack([likelihood.rows(one, batch.target)[0] for one in drawn])
+            before, after = likelihood.distribution(own).mode, likelihood.mixture(noisy).mode
+            labels = targets.argmax(-1) if targets.ndim > before.ndim else targets
+            change = (before == labels).to(share) - (after == labels).to(share)
+            lost += float(share @ change.reshape(len(share), -1).mean(1))
             count += float(share.sum())
-        found = [total / count for total in sums]
-        return FineTuning(found[0], found[1], *(found[2:] if likelihood.is_classifier else (None, None)))
+        return lost / count
 
     # -- what it found, and what is tuned ------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from laplace_plus.errors import DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed, global_randomness, standard_normal
 from laplace_plus.network import batches
+from laplace_plus.network.gradients import mean_loss
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import refine
 from laplace_plus.persistence import stored
@@ -138,9 +139,7 @@ class DiagonalSWAG:
                     what = f"SWAG diverged in epoch {epoch + 1}: the network's output"
                     checks.finite(what, outputs, fix="Use a smaller learning_rate.")
                     likelihood.validate(outputs.detach(), batch.target)
-                    rows, targets, weight = likelihood.rows(outputs, batch.target)
-                    loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
-                    (vector.grad,) = torch.autograd.grad(loss, vector)
+                    (vector.grad,) = torch.autograd.grad(mean_loss(likelihood, outputs, batch.target), vector)
                     optimizer.step()
                 moments = moments.plus(vector.detach(), rank)
         return moments
