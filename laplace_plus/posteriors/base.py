@@ -178,8 +178,7 @@ class Posterior(Predicting):
     def update(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`, but the loader is not kept alive.
 
-        A method that passes over the training data again needs all of them: keep the loaders (lists are never kept), or
-        pass ``data=`` there.
+        A method that passes over the training data again needs all of them: pass ``data=`` there.
         """
         if not self.is_fitted:
             return self.fit(data, progress=progress, generator=generator)
@@ -208,7 +207,7 @@ class Posterior(Predicting):
             raise changed(mark, now, "The network's forward pass writes to its own weights.")
         made.set_state(found)
         if before is not None:
-            made.training_data = self.training_data.plus(data)
+            made.training_data = TrainingData(self.training_data.first, all=False)
         else:
             gone = isinstance(data, Iterator) or self.earlier is not None
             made.training_data = TrainingData(None if gone else data)

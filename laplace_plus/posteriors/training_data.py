@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from laplace_plus.errors import DataError
@@ -16,52 +14,24 @@ from laplace_plus.posteriors.public import zero_curvature
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The ``first`` loader, of a fit, and those of the updates after it; None where they are not known.
-
-    The loaders of updates are only referred to weakly, so that a stream of updates does not fill the memory. As soon as
-    one of them is gone, or cannot be started again, the data as a whole are not known.
-    """
+    """The loader of the ``first`` fit, None where it is not known, and whether it is ``all``: no update came after."""
 
     first: Iterable[Any] | None = None
-    further: tuple[weakref.ref[Any], ...] | None = ()
-
-    def plus(self, data: Iterable[Any]) -> TrainingData:
-        """These and those of an update."""
-        if isinstance(data, Iterator) or self.further is None or any(held() is None for held in self.further):
-            return TrainingData(self.first, None)
-        try:
-            return TrainingData(self.first, (*self.further, weakref.ref(data)))
-        except TypeError:  # a list or a tuple, which cannot be referred to weakly
-            return TrainingData(self.first, None)
+    all: bool = True
 
     def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
         """What to pass over: ``data`` where they are given, else what was fitted to; ``why`` is a sentence for errors.
 
         With ``part``, some of the data will do. Raises DataError for data that can be run over only once, or where the
-        posterior no longer knows its own: it was loaded or unpickled, fitted to an iterator, or updated with a list or
-        a loader that nobody else holds.
+        posterior does not know its own: it was loaded, unpickled or updated, or fitted to an iterator.
         """
         if data is not None:
             require_restartable(data, why)
             return data
-        loaders = [self.first]
-        if not part:
-            loaders += [None] if self.further is None else [held() for held in self.further]
-        known = [loader for loader in loaders if loader is not None]
-        if len(known) < len(loaders):
-            got = "a posterior that was loaded or copied, or that saw data which can be used once or are gone"
+        if self.first is None or not (self.all or part):
+            got = "a posterior that was loaded, copied or updated, or that saw data which can be used once"
             raise DataError(why, expected="the training data again", got=got, fix="Pass data=train_loader.")
-        return known[0] if len(known) == 1 else _Chained(known)
-
-
-class _Chained:
-    """Loaders one after the other; each iteration starts anew."""
-
-    def __init__(self, loaders: list[Iterable[Any]]):
-        self._loaders = loaders
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._loaders)
+        return self.first
 
 
 def require_restartable(data: Iterable[Any], why: str) -> None:
