@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,8 +117,9 @@ def remainders(**options: Any) -> Pairs:
     net = network()
     full = lp.Full(net, "classification").fit(DATA)
     for seed in range(SEEDS):
-        posterior = lp.LowRank(net, "classification", rank=4, remainder_depth=35, **options)
-        posterior.fit(DATA, generator=seeded(seed))
+        posterior = lp.LowRank(net, "classification", rank=4, **options)
+        with mock.patch("laplace_plus.posteriors.low_rank.REMAINDER_DEPTH", 35):
+            posterior.fit(DATA, generator=seeded(seed))
         exact = 2 * (posterior.log_marginal_likelihood() - full.log_marginal_likelihood())
         # The estimate enters the evidence with the factor −1/2; its error is not estimated from a few samples' spread.
         yield -exact, posterior.remainder().sem, 10**6

@@ -18,7 +18,7 @@ from typing_extensions import override
 from laplace_plus import checks, kernels
 from laplace_plus.checks import PRODUCTS
 from laplace_plus.curvature import Curvature, LowRankStructure, Structure, curvature_operator
-from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
@@ -27,10 +27,13 @@ from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import settle, whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
-from laplace_plus.posteriors.public import full_precision
+from laplace_plus.posteriors.public import full_precision, require_one_noise
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
+
+MOST_RESTARTS, REMAINDER_DEPTH = 50, 10
+"""Of the Lanczos iteration for the pairs, and its steps for each vector that estimates the rest."""
 
 
 class LowRank(GaussianPosterior):
@@ -49,10 +52,8 @@ class LowRank(GaussianPosterior):
         model, likelihood: As for :class:`Posterior`.
         rank: Largest number of eigenpairs that are kept.
         tolerance: An eigenpair counts once ``‖H u − λ u‖ ≤ tolerance · λ_max``.
-        max_restarts: Largest number of restarts of the Lanczos iteration.
         remainder_probes: Number of random vectors that estimate the correction of the evidence's determinant for what
-            the pairs leave out; 0 for the evidence of the low-rank curvature alone.
-        remainder_depth: Lanczos steps for each of them: passes over the data.
+            the pairs leave out, with ten passes over the data; 0 for the evidence of the low-rank curvature alone.
         **common: As for :class:`Posterior`: parameters, prior_precision, prior_mean, temperature, backend.
 
     Example:
@@ -74,17 +75,12 @@ class LowRank(GaussianPosterior):
         *,
         rank: int = 50,
         tolerance: float = 1e-4,
-        max_restarts: int = 50,
         remainder_probes: int = 8,
-        remainder_depth: int = 10,
         **common: Any,
     ):
-        for name, value in (("rank", rank), ("max_restarts", max_restarts), ("remainder_depth", remainder_depth)):
-            checks.count(name, value)
-        checks.count("remainder_probes", remainder_probes, 0)
-        checks.number("tolerance", tolerance, above=0.0, most=0.999)
-        self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
-        self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
+        self.rank = checks.count("rank", rank)
+        self.remainder_probes = checks.count("remainder_probes", remainder_probes, 0)
+        self.tolerance = float(checks.number("tolerance", tolerance, above=0.0, most=0.999))
         super().__init__(model, likelihood, **common)
 
     @full_precision
@@ -125,10 +121,7 @@ class LowRank(GaussianPosterior):
         accumulate: Any = None,
     ) -> tuple[GaussianState, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
-        if self.likelihood.n_noise > 1:
-            what = "Eigenpairs of a curvature with several noise levels hold for those levels only."
-            fix = "Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC."
-            raise UnsupportedError(what, expected="one noise level", got=f"{self.likelihood.n_noise}", fix=fix)
+        require_one_noise(self)
         options: dict[str, Any] = {"progress": progress, "generator": generator}
         state, seen = super()._added(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
         own = curvature_operator(self.backend, self.network, self.likelihood, data, **options) if seen else None
@@ -146,13 +139,12 @@ class LowRank(GaussianPosterior):
         total = self.network.n_parameters
         wanted = min(self.rank, total)
         tolerance = max(self.tolerance, 2 * PRODUCTS.get())  # half precision converges no further
-        limits: Any = {"tolerance": tolerance, "max_restarts": self.max_restarts}
+        limits: Any = {"tolerance": tolerance, "max_restarts": MOST_RESTARTS}
         pairs = eigsh(operator, total, wanted, generator=generator, **limits)
         if not pairs.converged:
             warn(
                 f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {tolerance:g} "
-                f"within {self.max_restarts} restarts; only these are kept. Raise max_restarts or the tolerance, or "
-                "ask for a lower rank.",
+                f"within {MOST_RESTARTS} restarts; only these are kept. Raise the tolerance, or ask for a lower rank.",
                 ConvergenceWarning,
             )
         values = pairs.values.double()
@@ -172,7 +164,7 @@ class LowRank(GaussianPosterior):
             return z - kernels.inner_products(z, vectors) @ vectors
 
         # Where the pairs are complete, the rest is rounding error and not even symmetric.
-        depth = min(self.remainder_depth, total)
+        depth = min(REMAINDER_DEPTH, total)
         rest = lanczos(lambda z: project(operator(project(z))), project(probes), depth, check_symmetry=False)
         floor = rounding * float(values.amax()) if len(values) else 0.0
         return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, SelectionError, unknown_option
+from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError, unknown_option
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.priors import as_hyperparameter
 
@@ -110,3 +110,11 @@ def zero_curvature(posterior: Any) -> SelectionError:
     fix = "Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
     fix += "never active, detached or rounded outputs, and logits so large that each probability is exactly 0 or 1."
     return SelectionError(what, expected=expected, got=got, fix=fix)
+
+
+def require_one_noise(posterior: Any) -> None:
+    """Raise :class:`UnsupportedError` for several noise levels, where what a fit finds would hold for these alone."""
+    if posterior.likelihood.n_noise > 1:
+        what = f"{type(posterior).__name__} would hold for these noise levels only."
+        fix = "Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC."
+        raise UnsupportedError(what, expected="one noise level", got=f"{posterior.likelihood.n_noise}", fix=fix)

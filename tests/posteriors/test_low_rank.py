@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.posteriors import low_rank as module
 from laplace_plus.testing import assert_untouched, snapshot
 
 RANK = 6
@@ -37,8 +38,10 @@ def low_rank(model, likelihood="classification", **options):
 def fits():
     """The problem, and its posterior with a good estimate of the remainder, and with none."""
     model, data = problem()
-    with_rest = low_rank(model, remainder_probes=64, remainder_depth=20)
-    with_rest.fit(data, generator=torch.Generator().manual_seed(0))
+    with_rest = low_rank(model, remainder_probes=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "REMAINDER_DEPTH", 20)
+        with_rest.fit(data, generator=torch.Generator().manual_seed(0))
     return model, data, with_rest, low_rank(model, remainder_probes=0).fit(data)
 
 
@@ -79,7 +82,7 @@ def test_monte_carlo_curvature_honours_the_generator():
     assert not torch.allclose(fit(0), fit(1))
 
 
-def test_remainder_estimates_what_the_pairs_leave_out(fits):
+def test_remainder_estimates_what_the_pairs_leave_out(fits, monkeypatch):
     model, data, posterior = *fits[:2], copy.deepcopy(fits[2])
     full = lp.Full(model, "classification", prior_precision=0.05).fit(data)
     curvature = full.precision_matrix() - 0.05 * torch.eye(full.n_parameters, dtype=torch.float64)
@@ -90,7 +93,8 @@ def test_remainder_estimates_what_the_pairs_leave_out(fits):
     assert 0 < estimate.sem < 0.1 * expected
     assert (estimate.value - expected).abs() < 4 * estimate.sem
     assert estimate.converged
-    assert not low_rank(model, prior_precision=1e-6, remainder_depth=2).fit(data).remainder().converged
+    monkeypatch.setattr(module, "REMAINDER_DEPTH", 2)
+    assert not low_rank(model, prior_precision=1e-6).fit(data).remainder().converged
     # Nothing else separates the two evidences.
     gap = posterior.log_marginal_likelihood() - full.log_marginal_likelihood()
     torch.testing.assert_close(gap, (expected - estimate.value) / 2, rtol=1e-6, atol=1e-6)
@@ -128,12 +132,13 @@ def test_update_forgets_nothing():
     assert posterior.n_data == 40
 
 
-def test_pairs_that_do_not_converge_are_left_out():
+def test_pairs_that_do_not_converge_are_left_out(monkeypatch):
     model = nn.Linear(50, 3).double()  # with a flat spectrum
     x = torch.randn(200, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     data = [(x, x[:, :3].argmax(1))]
-    posterior = lp.LowRank(model, "classification", rank=5, tolerance=1e-12, max_restarts=1, prior_precision=4.0)
-    with pytest.warns(lp.errors.ConvergenceWarning, match="max_restarts"):
+    posterior = lp.LowRank(model, "classification", rank=5, tolerance=1e-12, prior_precision=4.0)
+    monkeypatch.setattr(module, "MOST_RESTARTS", 1)
+    with pytest.warns(lp.errors.ConvergenceWarning, match="lower rank"):
         posterior.fit(data, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(posterior.variance(), torch.full((posterior.n_parameters,), 0.25, dtype=torch.float64))
     full = lp.Full(model, "classification", prior_precision=4.0).fit(data)
@@ -195,7 +200,7 @@ def test_what_it_cannot_do_is_named():
         low_rank(model, lp.Gaussian(noise_std=torch.ones(3))).fit(regression)
     with pytest.raises(lp.errors.UnsupportedError, match="low-rank"):
         low_rank(model, backend="backpack").fit(data)
-    for options in ({"rank": 0}, {"tolerance": 0.0}, {"remainder_probes": -1}, {"remainder_depth": 0}):
+    for options in ({"rank": 0}, {"tolerance": 0.0}, {"remainder_probes": -1}):
         with pytest.raises(lp.errors.ConfigurationError):
             lp.LowRank(model, "classification", **options)
 
