@@ -27,7 +27,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.sampled.objective import TangentCurvature
+from laplace_plus.posteriors.sampled.systems import TangentCurvature
 
 CLASSES = 100
 

@@ -34,7 +34,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.projection.rows import NullSpaceRows
+from laplace_plus.posteriors.projection import NullSpaceRows
 
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
@@ -23,6 +24,7 @@ from laplace_plus.errors import (
 )
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of, to_device
 from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import Network, exact_arithmetic
@@ -301,6 +303,59 @@ class Predicting(ABC):
         step = max(1, DRAWN_SINGLY // each)
         for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
             yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])
+
+
+class SampleBased(Predicting):
+    """A Gaussian around the trained weights whose covariance is that of k draws, ``1/k Σ z zᵀ``.
+
+    A subclass gives :meth:`_deviations`. Memory is O(k·P), and the relative standard error of a variance ``(2/k)^½``.
+    """
+
+    @abstractmethod
+    def _deviations(self) -> Tensor:
+        """Draws ``z = θ − θ̂`` at the present hyperparameters, ``[k, P]``."""
+
+    @property
+    def _center(self) -> Network:
+        """The network with the posterior mean as its weights."""
+        return self.network
+
+    @property
+    def samples(self: Any) -> Tensor:
+        """The k independent draws that the posterior holds, ``[k, P]``."""
+        return self.mean + self._deviations()
+
+    @override
+    @full_precision
+    def sample(self: Any, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from the Gaussian with the samples' covariance: ``θ̂ + k^-½ Σ w_s z_s`` with standard normal w.
+
+        Args:
+            n: Number of draws; those beyond k bring nothing new to the covariance.
+            generator: Source of randomness; may live on another device.
+
+        Returns:
+            ``[n, P]``.
+        """
+        checks.count("n", n)
+        return torch.addmm(self.mean, self._combinations(n, generator), self._deviations())
+
+    def _combinations(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Weights ``[n, k]`` with which combinations of samples have their covariance."""
+        z = self._deviations()
+        weights = draw_probes("gaussian", n, len(z), generator=generator, dtype=z.dtype, device=z.device)
+        return weights / len(z) ** 0.5
+
+    @override
+    def _pushed(self: Any, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
+        """From the k samples that the posterior holds."""
+        return pushed(self._center, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs)
+
+    @override
+    def _linear_samples(self, x: Any, n: int, generator: torch.Generator | None) -> Tensor:
+        mean, deviations = self._pushed(x)  # k products, however many samples are asked for
+        combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
+        return mean + combined.view(n, *mean.shape)
 
 
 def changed(before: Any, now: Any, what: str) -> ModelChangedError:

@@ -9,7 +9,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
-from laplace_plus.posteriors.projection.rows import BatchRows
+from laplace_plus.posteriors.projection import BatchRows
 
 D = torch.float64
 

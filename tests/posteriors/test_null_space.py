@@ -19,8 +19,7 @@ from laplace_plus.linalg.null_space import (
     SVDProjection,
 )
 from laplace_plus.network.linearization import jvp
-from laplace_plus.posteriors.projection.noise import project_noise, range_dimension
-from laplace_plus.posteriors.projection.rows import NullSpaceRows
+from laplace_plus.posteriors.projection import NullSpaceRows, project_noise, range_dimension
 from laplace_plus.testing import PosteriorConformance
 
 

@@ -16,14 +16,17 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg import cg, draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.registry import resolve_option
-from laplace_plus.posteriors.sampled import solvers
-from laplace_plus.posteriors.sampled.objective import (
+from laplace_plus.posteriors.sampled import systems
+from laplace_plus.posteriors.sampled.systems import (
+    SOLVERS,
+    CGSolver,
     PriorUnits,
+    SGDSolver,
     TangentCurvature,
     effective_dimension,
     group_sums,
+    largest_eigenvalue,
 )
-from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, largest_eigenvalue
 from laplace_plus.posteriors.sampled.tuning import mackay_step
 from laplace_plus.tuning.marginal_likelihood import updated_noise
 
@@ -42,7 +45,7 @@ def system(n=12, k=4):
 
 def descend(A, b, *, rate, epochs, start=None):
     start = torch.zeros_like(b) if start is None else start
-    return solvers.descend(lambda: [lambda v: v @ A], b, start, rate=rate, epochs=epochs, total=epochs)
+    return systems.descend(lambda: [lambda v: v @ A], b, start, rate=rate, epochs=epochs, total=epochs)
 
 
 def test_descent_finds_the_solution():
@@ -53,7 +56,7 @@ def test_descent_finds_the_solution():
 
 
 def test_the_learning_rate_falls_linearly(monkeypatch):
-    monkeypatch.setattr(solvers, "MOMENTUM", 0.0)
+    monkeypatch.setattr(systems, "MOMENTUM", 0.0)
     b = randn(2, 4)
     x = descend(torch.zeros(4, 4, dtype=torch.float64), b, rate=0.3, epochs=9)
     torch.testing.assert_close(x, 0.3 * 9 * (1 + 1 / 330) / 2 * b)
@@ -66,7 +69,7 @@ def test_descent_that_diverges_says_so():
 
 
 def test_gradients_are_clipped_to_ten_times_their_length_at_zero(monkeypatch):
-    monkeypatch.setattr(solvers, "MOMENTUM", 0.0)
+    monkeypatch.setattr(systems, "MOMENTUM", 0.0)
     b, start = randn(2, 4), randn(2, 4, seed=1)
     x = descend(1e6 * torch.eye(4, dtype=torch.float64), b, rate=1.0, epochs=1, start=start.clone())
     torch.testing.assert_close((x - start).norm(dim=-1), 10 * b.norm(dim=-1))

@@ -15,7 +15,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.posteriors.subnetwork.selectors import Choice, Selector
+from laplace_plus.posteriors.subnetwork import Choice, Selector
 from laplace_plus.testing import GaussianConformance, assert_untouched, snapshot
 
 

@@ -1,8 +1,8 @@
 """Sample-then-optimise Laplace: posterior samples of the tangent model without any factorisation.
 
 Antorán, Padhy, Barbano, Nalisnick, Janz and Hernández-Lobato, "Sampling-based inference for large linear models, with
-application to linearised Laplace", 2023. See ``objective`` for the linear systems, and for the estimator behind the
-prior precision's updates.
+application to linearised Laplace", 2023. See ``systems`` for the linear systems, their solvers, and the estimator
+behind the prior precision's updates.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.public import full_precision, zero_curvature
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.predicting import SampleBased
+from laplace_plus.posteriors.public import full_precision, require_one_noise, zero_curvature
 from laplace_plus.posteriors.registry import resolve_option
-from laplace_plus.posteriors.sample_based import SampleBased
-from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, SamplingReport, Solved
-from laplace_plus.posteriors.sampled.solvers import SOLVERS, TangentProblem
+from laplace_plus.posteriors.sampled.systems import SOLVERS, Draws, PriorUnits, SamplingReport, Solved, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
@@ -56,7 +56,7 @@ class SampledState(State):
     report: SamplingReport
 
 
-class SampledLaplace(SampleBased):
+class SampledLaplace(SampleBased, Posterior):
     """Laplace from samples that optimisation finds: for networks on which nothing can be factorised.
 
     ``n_samples`` draws from ``N(0, (GGN/T + P₀)⁻¹)``, with all correlations between parameters, are the solutions of as
@@ -118,9 +118,7 @@ class SampledLaplace(SampleBased):
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> SampledState:
         require_restartable(data, WHY)
-        if self.likelihood.n_noise > 1:
-            fix = "Use lp.Gaussian() with a single noise_std."
-            raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
+        require_one_noise(self)
         problem = TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
         own, k = problem.curvature, self.n_samples
         prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)

@@ -24,7 +24,7 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.sampled.objective import PriorUnits, Solved, effective_dimension, group_sums
+from laplace_plus.posteriors.sampled.systems import PriorUnits, Solved, effective_dimension, group_sums
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
 from laplace_plus.tuning.base import tunes_noise

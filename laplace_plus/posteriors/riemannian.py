@@ -9,7 +9,7 @@ Tatzel and Hauberg, "Reparameterization invariance in approximate Bayesian infer
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Self
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
+from laplace_plus._progress import progress_bar
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, warn
-from laplace_plus.geometry import LossLandscape, PathStatus
-from laplace_plus.geometry.geodesic import failures
+from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, geodesic, noise_field
+from laplace_plus.geometry.geodesic import check_settings, failures
 from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg import draw_probes
 from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
@@ -33,7 +35,6 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_option
-from laplace_plus.posteriors.riemannian.drawing import METHODS, ExponentialMap, PathReport, draw
 from laplace_plus.posteriors.state import State
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
 from laplace_plus.tuning import Tuner, TuningResult, laplace
@@ -46,6 +47,80 @@ _DECREMENT_SAMPLES = 16
 _SHARED = "network model likelihood noise_per_output backend "
 _SHARED += "_prior_precision _prior_mean _temperature _prior_groups covariance_scale"
 """What a posterior and its tangent have in common."""
+
+_GROUP, _GROUP_BYTES, _VECTORS = 32, 2**30, 80
+"""Geodesics that advance together, at most, and in how much memory: each takes some 80 vectors of the parameters'
+length, as measured, for the stages of a step, their combinations and gradients."""
+
+
+@stored
+@dataclass(frozen=True)
+class ExponentialMap:
+    """Options of sampling by the exponential map: geodesics along tangent samples.
+
+    Args:
+        rtol: Relative tolerance of a step's error. With ReLUs, whose kinks shorten steps, 1e-3 takes a tenth of the
+            evaluations that the default does.
+        atol: Its absolute tolerance, in units of the parameters.
+        max_evaluations: Cap on gradients with Hessian-vector products for each sample.
+        max_energy_change: Relative change of a geodesic's energy beyond which a step is repeated with a smaller one;
+            where that does not help, the surface has a crease, and the velocity is refracted.
+        linearized: Whether to take the network's tangent for the network, on the surface and in predictions.
+        minibatch: Number of examples, drawn at random for each sample, that its surface is of, all if there are fewer;
+            their log-likelihood counts for that of all.
+        training_prior_precision: Precision of the prior in the loss that the surface is of; by default the tangent's.
+            Where that has been tuned away from the one under which the network was trained (weight decay times number
+            of data, for a mean loss), the weights are no minimum of the loss, and geodesics slide down towards smaller
+            weights instead of along the valley: give the one of training here, zero for training without weight decay.
+
+    Raises:
+        ConfigurationError: Numbers out of range.
+    """
+
+    rtol: float = 3e-7
+    atol: float = 3e-7
+    max_evaluations: int = 10_000
+    max_energy_change: float = 0.3
+    linearized: bool = False
+    minibatch: int | None = None
+    training_prior_precision: float | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_change)
+        if self.minibatch is not None:
+            checks.count("minibatch", self.minibatch)
+        if self.training_prior_precision is not None:
+            checks.number("training_prior_precision", self.training_prior_precision, least=0.0)
+
+
+stored(Diffusion)
+Manifold = ExponentialMap | Diffusion
+
+METHODS: Mapping[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
+
+
+@stored
+@dataclass(frozen=True)
+class PathReport:
+    """How the samples of a :class:`~laplace_plus.Riemannian` posterior were found, failed ones included.
+
+    Attributes:
+        statuses: ``[n]`` integers, :class:`~laplace_plus.geometry.PathStatus`.
+        n_evaluations: Gradients with Hessian-vector products, or curvatures of a diffusion, for each, ``[n]``.
+        decrement: ``½ ∇Lᵀ Σ ∇L`` with the gradient of the negative log-posterior, summed over the data, and the
+            tangent's covariance Σ, estimated from samples: about how many nats the weights are above the loss's
+            stationary point. Where it is not small, they are not the mode of the posterior that the tangent
+            approximates: the prior precision may not be the weight decay of training.
+    """
+
+    statuses: Tensor
+    n_evaluations: Tensor
+    decrement: float = 0.0
+
+    @property
+    def n_failed(self) -> int:
+        """Number of samples that were left out."""
+        return int((self.statuses != PathStatus.ARRIVED).sum())
 
 
 @stored
@@ -247,7 +322,7 @@ class Riemannian(Posterior):
         def tangents(n: int, source: torch.Generator) -> Tensor:
             return self.tangent.sample(n, generator=source) - self.tangent.mean
 
-        points, report = draw(self.method, landscape, self.mean, tangents, count, seed, progress=progress)
+        points, report = _draw(self.method, landscape, self.mean, tangents, count, seed, progress=progress)
         slopes = tangents(_DECREMENT_SAMPLES, torch.Generator().manual_seed(seed))
         slopes = slopes @ landscape.gradient(self.mean[None])[0]
         report = replace(report, decrement=float(slopes.square().mean()) / 2)
@@ -347,3 +422,57 @@ def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options:
         what = "A fitted tangent has its own settings." if same else what
         expected = "a posterior of the same model and likelihood, after fit(), without options; or a class"
         raise ConfigurationError(what, expected=expected, got=", ".join([repr(tangent), *options]))
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def _draw(
+    method: Manifold,
+    landscape: LossLandscape,
+    start: Tensor,
+    tangents: Callable[[int, torch.Generator], Tensor],
+    n: int,
+    seed: int,
+    *,
+    progress: bool,
+) -> tuple[Tensor, PathReport]:
+    """Draw n samples ``[n, P]``, NaN for those that failed."""
+    source = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**62, (n,), generator=source)
+    if isinstance(method, ExponentialMap):
+        velocities = tangents(n, source)
+        size = max(1, min(_GROUP, _GROUP_BYTES // max(1, _VECTORS * start.nbytes)))
+        parts = progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
+        found = [_by_geodesics(method, landscape, start, velocities[some], seeds[some].tolist()) for some in parts]
+    else:
+        numbers = progress_bar(seeds.tolist(), enabled=progress, description="Riemannian")
+        found = [_by_diffusion(method, landscape, start, number) for number in numbers]
+    points, statuses, evaluations = zip(*found, strict=True)
+    return torch.cat(points), PathReport(torch.cat(statuses), torch.cat(evaluations))
+
+
+def _by_geodesics(
+    method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ends, statuses, and numbers of evaluations."""
+    surface: LossLandscape | list[LossLandscape] = landscape
+    if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
+        orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        surface = landscape.subsets([order[: method.minibatch] for order in orders])
+    options = {name: getattr(method, name) for name in ("rtol", "atol", "max_evaluations", "max_energy_change")}
+    found = geodesic(surface, start, velocities, **options)
+    return found.endpoint, found.statuses, found.n_evaluations
+
+
+def _by_diffusion(
+    method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """End, status, and number of curvatures."""
+    generator = torch.Generator().manual_seed(seed)
+    size = method.n_steps, len(start)
+    noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
+    field = noise_field(landscape, method, generator=generator)
+    found = diffuse(field, start, noise[None], scheme=method.scheme)
+    steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))
+    return found.endpoint, found.statuses, steps

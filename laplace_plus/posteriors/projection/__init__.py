@@ -1,1 +1,0 @@
-"""What NullSpace and VIKING share: the rows whose null space is sought, and noise projected onto it."""

@@ -1,1 +1,0 @@
-"""Riemannian Laplace approximations: samples that follow the loss surface."""

@@ -1,1 +1,0 @@
-"""Subnetwork inference: a posterior over chosen weights, all others fixed."""
