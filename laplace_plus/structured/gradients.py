@@ -43,9 +43,6 @@ _SIDES = 8 * MIB
 
 _EVERY = slice(None)
 
-_FEW = 16
-"""Up to one entry in so many is computed by itself, faster than with whole matrices."""
-
 _ENTRY = 10
 """Multiply-adds of a large matrix product in the time of one operation entry by entry within the caches (float32)."""
 
@@ -90,10 +87,6 @@ class ExampleGradients(ABC):
     @abstractmethod
     def in_dtype(self, dtype: torch.dtype) -> ExampleGradients:
         """The same matrices with sums taken in another type."""
-
-    def entries(self, examples: slice, positions: Tensor) -> Tensor:
-        """Entries of some examples' matrices at ``[n]`` positions in the flattened array, ``[V, b, n]``."""
-        return self.dense(examples).flatten(2)[..., positions]
 
     def bytes_each(self) -> int:
         """Memory that the matrices of one example take when they are written out."""
@@ -247,6 +240,9 @@ class OuterGradients(ExampleGradients):
         if right is None:
             return super().in_basis(left, right)
         dtype = torch.promote_types(self.dtype, right.dtype)
+        if self.n_positions > self.shape[2]:  # written matrices take less memory than their left sides
+            values = [self.in_dtype(dtype).dense(examples) for examples in self.side_chunks()]
+            return DenseGradients(torch.cat(values, 1)).in_basis(left, right)
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
             rows, columns = self.left(_EVERY).to(dtype), self.right(_EVERY).to(dtype)
             return OuterGradients(times(columns, right), rows if left is None else times(rows, left))
@@ -273,15 +269,6 @@ class OuterGradients(ExampleGradients):
         if self.n_positions == 1:
             return left.squeeze(2).unsqueeze(-1) * right.squeeze(1).unsqueeze(-2)
         return torch.einsum("vbsgo,bsgi->vbgoi", left, right.expand(-1, -1, self.shape[0], -1))
-
-    @override
-    def entries(self, examples: slice, positions: Tensor) -> Tensor:
-        groups, rows, columns = self.shape
-        if _FEW * len(positions) > groups * rows * columns:
-            return super().entries(examples, positions)
-        row = positions // columns
-        column = positions % columns + (row // rows * columns if self.right_shape[0] > 1 else 0)
-        return (self.left(examples).flatten(3)[..., row] * self.right(examples).flatten(2)[..., column]).sum(2)
 
     @override
     def select(self, cotangents: Tensor) -> OuterGradients:
