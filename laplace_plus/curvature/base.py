@@ -44,7 +44,7 @@ class Backend(ABC):
     supported: ClassVar[frozenset[tuple[str, str]]]
 
     def __init__(self, kind: Kind = "ggn", *, n_samples: int = 1):
-        checks.choice("curvature", kind, get_args(Kind))
+        checks.choice("curvature", kind, KINDS)
         checks.count("n_samples", n_samples, 1)
         self.kind, self.n_samples = kind, n_samples
 

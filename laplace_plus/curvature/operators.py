@@ -13,7 +13,7 @@ observation noise. With ``J_n`` the Jacobian of example n's outputs in the selec
 
 A product with several vectors takes one pass over the data. For one vector that costs about two forward and two
 backward passes. Memory is that of one batch and ``chunk_size`` vectors, besides the vectors themselves.
-Results do not depend on how the data are cut into batches, but for rounding.
+But for rounding and sampled labels, results do not depend on how the data are cut into batches.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class JacobianOperator(_RowOperator):
     ):
         stream = Stream(network, resolve_likelihood("regression").arrange, data, chunk_size, progress)
         with exact_arithmetic(stream.network):
-            for _, outputs in stream.survey(type(self).__name__):
-                checks.finite("The network's output", outputs)
+            for _ in stream.survey(type(self).__name__):
+                pass
         _RowOperator.__init__(self, stream, stream.n_outputs, lambda batch, outputs, _: OutputRoot(outputs.shape))
 
 
@@ -211,15 +211,13 @@ class CurvatureOperator(NetworkOperator):
         self.likelihood = resolve_likelihood(likelihood)
         stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
         with exact_arithmetic(stream.network):
-            n_seen = 0
             for batch, outputs in stream.survey(type(self).__name__):
                 self.likelihood.validate(outputs, batch.target)
-                self._look_at(batch, outputs, n_seen)
-                n_seen += len(outputs)
+                self._look_at(batch, outputs)
         NetworkOperator.__init__(self, stream)  # the survey has settled which layer is the last one
 
-    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
-        """Called for each batch of the first pass, after ``n_seen`` examples."""
+    def _look_at(self, batch: Batch, outputs: Tensor) -> None:
+        """Called for each batch of the first pass."""
 
 
 class _SandwichOperator(CurvatureOperator):
@@ -233,7 +231,7 @@ class _SandwichOperator(CurvatureOperator):
         """S on a batch whose first observation has that number."""
 
     @override
-    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
+    def _look_at(self, batch: Batch, outputs: Tensor) -> None:
         self._n_root += self.output_root(batch, outputs, 0).size
 
     @override
@@ -293,8 +291,8 @@ class FisherOperator(_SandwichOperator):
 
     ``kind="mc"``: ``Σ_n 1/M Σ_s J_nᵀ g_ns g_nsᵀ J_n`` with gradients ``g`` of the loss at labels drawn from the
     likelihood; its expectation is the Fisher information, which for canonical likelihoods is the GGN. Labels are drawn
-    once, for each example from the seed and its index in the data, and kept: all products are with the same matrix.
-    Positions of an example (tokens, pixels) count separately, as their labels are independent.
+    once, batch by batch, and kept: all products are with the same matrix. Positions of an example (tokens, pixels)
+    count separately, as their labels are independent.
 
     ``kind="empirical"``: ``Σ_n ∇ℓ_n ∇ℓ_nᵀ`` with the gradients at the data's own targets, one for each example.
 
@@ -326,21 +324,20 @@ class FisherOperator(_SandwichOperator):
         checks.count("seed", seed, 0)
         self.kind, self.n_samples, self.seed = kind, n_samples, seed
         self._ordered = kind == "mc"
-        self._drawn: list[Tensor] = []  # of each example, [M, positions, ...]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: list[Tensor] = []  # of each batch, [M, observations, ...]
         _SandwichOperator.__init__(self, network, likelihood, data, chunk_size=chunk_size, progress=progress)
         self._labels = torch.cat(self._drawn, 1) if kind == "mc" else None
         self._drawn.clear()
 
     @override
-    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
+    def _look_at(self, batch: Batch, outputs: Tensor) -> None:
         if self.kind == "empirical":
             self._n_root += len(outputs)
             return
         rows, _, _ = self.likelihood.rows(outputs, batch.target)
-        for number, example in enumerate(rows.chunk(len(outputs))):  # so that batches make no difference
-            generator = torch.Generator().manual_seed(_mixed(self.seed, n_seen + number))
-            draws = [self.likelihood.sample_targets(example, generator=generator) for _ in range(self.n_samples)]
-            self._drawn.append(torch.stack(draws))
+        draws = [self.likelihood.sample_targets(rows, generator=self._generator) for _ in range(self.n_samples)]
+        self._drawn.append(torch.stack(draws))
         self._n_root += len(rows) * self.n_samples
 
     @override
@@ -431,12 +428,3 @@ def curvature_operator(
         seed=draw_seed(torch.default_generator if generator is None else generator),
         progress=progress,
     )
-
-
-def _mixed(seed: int, index: int) -> int:
-    """A 63-bit seed for one example, by the last step of splitmix64 (Steele, Lea and Flood, 2014)."""
-    mask = 2**64 - 1
-    z = (seed + 1) * 0xD1B54A32D192ED03 + (index + 1) * 0x9E3779B97F4A7C15 & mask
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ z >> shift) * factor & mask
-    return (z ^ z >> 31) >> 1

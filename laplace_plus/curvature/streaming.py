@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
+from laplace_plus.errors import DataError, ModelChangedError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, DataSums, same_sum
 from laplace_plus.network.gradients import batch_gradients
@@ -57,8 +56,7 @@ class Stream:
                 batch_gradients(self.network, batch)
                 self._names = self.network.parameter_names
             outputs = self.network.forward(batch.inputs)
-            if not bool(torch.isfinite(outputs).all()):
-                raise _not_finite(batch, outputs, number)
+            checks.finite(f"The network's output in batch {number}", outputs)
             sums.add(batch, len(outputs))
             self.n_outputs += outputs.numel()
             yield batch, outputs.to(self.network.dtype)
@@ -107,15 +105,3 @@ class Stream:
             got=got,
             fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
         )
-
-
-def _not_finite(batch: Batch, outputs: Tensor, number: int) -> NonFiniteError:
-    floats = [x for x in batches.flatten(batch.inputs)[0] if isinstance(x, Tensor) and x.is_floating_point()]
-    bad = [leaf for leaf in floats if not bool(torch.isfinite(leaf).all())]
-    wrong, where = (bad[0], "inputs") if bad else (outputs, "network's outputs")
-    return NonFiniteError(
-        f"In batch {number} of the data, the {where} hold NaN or infinity.",
-        expected="finite numbers",
-        got=f"{int((~torch.isfinite(wrong)).sum())} of {wrong.numel()} entries that are not",
-        fix="Drop or impute them." if bad else "Check the trained weights; half precision may have overflowed.",
-    )

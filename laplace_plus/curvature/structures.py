@@ -124,7 +124,6 @@ class KroneckerStructure(Structure):
         output_factor: Form of a last layer's output factor: ``"dense"``; ``"diagonal"``, without covariances between
             outputs; or ``"auto"``, dense up to ``DENSE_OUTPUTS`` outputs and diagonal beyond.
         factor_rank: How many eigenpairs of each factor but a last layer's output factor are kept; None for all.
-        dense_outputs: The largest number of outputs for which that factor is dense.
     """
 
     weight_sharing: Literal["expand", "reduce"] = "expand"
@@ -133,11 +132,13 @@ class KroneckerStructure(Structure):
     output_factor: Literal["auto", "dense", "diagonal"] = "auto"
     factor_rank: int | None = None
     name: str = field(default="KFAC", init=False)
-    dense_outputs: float = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        is_large = DENSE_OUTPUTS if self.output_factor == "auto" and not self.eigenvalue_corrected else math.inf
-        object.__setattr__(self, "dense_outputs", 0 if self.output_factor == "diagonal" else is_large)
+    @property
+    def dense_outputs(self) -> float:
+        """The largest number of outputs for which a last layer's output factor is dense."""
+        if self.output_factor == "diagonal":
+            return 0
+        return DENSE_OUTPUTS if self.output_factor == "auto" and not self.eigenvalue_corrected else math.inf
 
     def create(
         self,

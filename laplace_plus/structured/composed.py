@@ -50,11 +50,11 @@ class SelectedGradients(DerivedGradients):
 
     @override
     def bytes_each(self) -> int:
-        return self.source.bytes_each()  # which may be written out
+        return self.source.bytes_each()  # which is written out
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        return self.source.entries(examples, self.positions)[:, :, None, None]
+        return self.source.dense(examples).flatten(2)[:, :, None, None, self.positions]
 
 
 @dataclass

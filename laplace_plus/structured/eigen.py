@@ -53,10 +53,6 @@ class EigenFactor(Factor):
     def variances(self) -> Tensor:
         return self.basis.diagonal(self.values.reciprocal())
 
-    @override
-    def covariance(self) -> Tensor:
-        return self.basis.matrix(self.values.reciprocal())
-
 
 class EigenBlock(Block):
     """A block that is diagonal in a known basis."""

@@ -140,6 +140,3 @@ class Layout:
     def scatter_(self, vector: Tensor, values: Tensor) -> None:
         """Write ``[…, G, o, i]`` values to their positions in ``[…, P]`` vectors."""
         self.parameter_slices.scatter_(vector, values)
-
-    def __repr__(self) -> str:
-        return f"Layout({self.key!r}, {list(self.shape)})"

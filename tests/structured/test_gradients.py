@@ -150,16 +150,6 @@ def test_half_precision_is_summed_in_float32():
     torch.testing.assert_close(found.item(), 4096 * left[0, 0].float().item() ** 2, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("shared_right", [False, True])
-def test_few_entries_are_those_of_the_matrices(groups, shared_right):
-    generator = torch.Generator().manual_seed(0)
-    gradients, dense = outer(2, 3, 4, groups, 30, 40, generator, shared_right=shared_right)
-    for some in (torch.tensor([1199, 0, 41, 40, 600]), torch.randperm(groups * 1200, generator=generator)[:900]):
-        for examples in (EVERY, slice(1, 3), slice(0, 0)):
-            close(gradients.entries(examples, some), dense[:, examples].flatten(2)[..., some])
-
-
 def test_repeated_columns_of_an_embedding_are_summed_before_they_are_squared():
     index = torch.tensor([[0, 0, 2], [1, 2, 1]])
     left = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

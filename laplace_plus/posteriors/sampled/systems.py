@@ -81,8 +81,8 @@ class TangentCurvature(GGNOperator):
             doubt_logits(likelihood, self._doubt)
 
     @override
-    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
-        super()._look_at(batch, outputs, n_seen)
+    def _look_at(self, batch: Batch, outputs: Tensor) -> None:
+        super()._look_at(batch, outputs)
         self._doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target)
         self.n_batches += 1
         self.n_classes = outputs.shape[-1]
