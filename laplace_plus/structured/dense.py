@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.kernels import require_finite, symmetric_eigen
+from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.composed import MappedGradients
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
@@ -175,15 +175,9 @@ class DenseBlock(EigenBlock):
 
     @override
     def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._avoids_vectors():
+        if self.shape[1] * self.shape[2] < LARGE or self.n_components > 1 or self._form is not None:
             return super()._sides(weights)
-        matrix = self.sums[0].matrix()
-        require_finite(matrix)
-        try:  # in the matrix's own type: a sum that was rounded to it entry by entry has errors of the same size
-            values = torch.linalg.eigvalsh(matrix)
-        except torch.linalg.LinAlgError:  # float32 may not converge
-            values = torch.linalg.eigvalsh(matrix.double()).to(matrix.dtype)
-        values = clamp_rounding(values).flatten()[None]
+        values = clamp_rounding(self.sums[0].eigenvalues()).flatten()[None]
         return values, torch.ones_like(values[:, :1])
 
     @override
