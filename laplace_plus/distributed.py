@@ -21,7 +21,7 @@ from laplace_plus.likelihoods.sampling import draw_seed, stage_generator
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.persistence import decode, digest, encode, fingerprint
 from laplace_plus.posteriors import Posterior
-from laplace_plus.posteriors.training_data import TrainingData
+from laplace_plus.posteriors.state import TrainingData
 
 __all__ = ["fit", "gathered", "update"]
 

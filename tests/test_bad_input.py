@@ -23,7 +23,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.network.selection import last_layer_of, layer_of, select
-from laplace_plus.posteriors.registry import get_posterior
+from laplace_plus.posteriors.storing import get_posterior
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 
 EXACT = 1e-11  # float64, small networks

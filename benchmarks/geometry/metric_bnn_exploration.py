@@ -29,7 +29,7 @@ from laplace_plus.errors import SmoothnessWarning
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.geometry.landscape import gradients
 from laplace_plus.network.network import exact_arithmetic
-from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
+from laplace_plus.posteriors.metric_bnn.metric_bnn import Walk, draw_directions, explore
 
 DECAY = 0.01
 FEW = 10

@@ -409,7 +409,7 @@ def riemannian(
         found |= precision_of(fitted)
     fitted.draw(n_samples, generator=task.generator())
     report = fitted.report
-    said = {"failed_samples": report.n_failed, "evaluations": int(report.n_evaluations.sum()), "tail": report.tail}
+    said = {"failed_samples": report.n_failed, "evaluations": int(report.n_evaluations.sum())}
     return Fitted(predict, found | said)
 
 

@@ -15,7 +15,7 @@ from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloa
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, unknown_option
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.registry import get_posterior, register
+from laplace_plus.posteriors.storing import get_posterior, register
 
 _PREDICT = {"link": "mc", "n_samples": 500}
 

@@ -11,13 +11,12 @@ from laplace_plus.posteriors.metric_bnn.latents import LatentModel
 from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
 from laplace_plus.posteriors.null_space import LineSearch, NullSpace
 from laplace_plus.posteriors.public import Summary
-from laplace_plus.posteriors.registry import get_posterior, register
 from laplace_plus.posteriors.riemannian import ExponentialMap, Riemannian
 from laplace_plus.posteriors.sampled.sampled_laplace import SampledLaplace
 from laplace_plus.posteriors.sampled.systems import CGSolver, SGDSolver
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.state import GaussianState, State
-from laplace_plus.posteriors.storing import load, load_state_dict, state_dict
+from laplace_plus.posteriors.storing import get_posterior, load, load_state_dict, register, state_dict
 from laplace_plus.posteriors.subnetwork import LargestMagnitude, LargestVariance, Random, Selector, Subnetwork
 from laplace_plus.posteriors.swag import SWAG, DiagonalSWAG
 from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA

@@ -29,8 +29,7 @@ from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision, zero_curvature
-from laplace_plus.posteriors.state import State, of_state
-from laplace_plus.posteriors.training_data import require_restartable, survey
+from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation
 
 _MOMENTUM, _DECAY = 0.9, 1e-4

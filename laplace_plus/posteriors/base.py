@@ -45,8 +45,8 @@ from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import decode, encode
 from laplace_plus.posteriors.predicting import Predicting, changed
 from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, recording
+from laplace_plus.posteriors.state import TrainingData
 from laplace_plus.posteriors.storing import save
-from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.tuning.base import Tuner, TuningResult, resolve_tuner
 

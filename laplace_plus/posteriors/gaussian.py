@@ -28,8 +28,7 @@ from laplace_plus.network.linearization import jvp
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, zero_curvature
-from laplace_plus.posteriors.state import GaussianState
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.state import GaussianState, require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, pick
 from laplace_plus.structured import Factor, KroneckerBlock
 from laplace_plus.structured.blocks import add_draws_

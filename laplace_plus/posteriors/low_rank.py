@@ -28,8 +28,7 @@ from laplace_plus.network.gradients import settle, whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.public import full_precision, require_one_noise
-from laplace_plus.posteriors.state import GaussianState
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.state import GaussianState, require_restartable
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
 
 MOST_RESTARTS, REMAINDER_DEPTH = 50, 10

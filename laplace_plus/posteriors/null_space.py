@@ -21,7 +21,7 @@ from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.posteriors.projection import NoiseState, ProjectedNoisePosterior
-from laplace_plus.posteriors.training_data import require_restartable, survey
+from laplace_plus.posteriors.state import require_restartable, survey
 from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
 from laplace_plus.tuning.base import require_only
 

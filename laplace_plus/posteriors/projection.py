@@ -33,8 +33,8 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.predicting import SampleBased
 from laplace_plus.posteriors.public import zero_curvature
-from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.state import State, of_state
+from laplace_plus.posteriors.storing import resolve_option
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 

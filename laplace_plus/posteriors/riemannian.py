@@ -34,9 +34,8 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_option
-from laplace_plus.posteriors.state import State
-from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
+from laplace_plus.posteriors.state import State, require_restartable, require_same_data, survey
+from laplace_plus.posteriors.storing import get_posterior, name_of, resolve_option
 from laplace_plus.tuning import Tuner, TuningResult, laplace
 
 WHY = "Samples along the loss surface come from many passes over the data."

@@ -25,10 +25,9 @@ from laplace_plus.network.selection import Selection, refine, select
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
-from laplace_plus.posteriors.registry import get_posterior, name_of, resolve_option
-from laplace_plus.posteriors.state import GaussianState
+from laplace_plus.posteriors.state import GaussianState, require_restartable
+from laplace_plus.posteriors.storing import get_posterior, name_of, resolve_option
 from laplace_plus.posteriors.swag import DiagonalSWAG
-from laplace_plus.posteriors.training_data import require_restartable
 
 # -- selectors ---------------------------------------------------------------------------------------------------------
 

@@ -36,8 +36,7 @@ from laplace_plus.network.selection import refine
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.state import State
-from laplace_plus.posteriors.training_data import require_restartable, survey
+from laplace_plus.posteriors.state import State, require_restartable, survey
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""

@@ -26,8 +26,7 @@ from laplace_plus.network.selection import Selection, adapter_pairs
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.state import State, of_state
-from laplace_plus.posteriors.training_data import require_restartable, survey
+from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""

@@ -10,7 +10,6 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataErro
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.metric_bnn import latents as coordinates
-from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 from laplace_plus.posteriors.metric_bnn.latents import (
     attraction_loss,
     choose_coordinates,
@@ -18,6 +17,7 @@ from laplace_plus.posteriors.metric_bnn.latents import (
     reconstruction_loss,
     repulsion_loss,
 )
+from laplace_plus.posteriors.metric_bnn.metric_bnn import Walk, draw_directions, explore
 from laplace_plus.testing import PosteriorConformance
 
 SMALL = {"n_particles": 4, "n_steps": 6, "n_refinements": 3}

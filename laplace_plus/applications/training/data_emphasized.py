@@ -29,7 +29,7 @@ from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.network.batches import Batch, bind, iterate
 from laplace_plus.posteriors import Diagonal
-from laplace_plus.posteriors.training_data import TrainingData
+from laplace_plus.posteriors.state import TrainingData
 from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.tuning import GAUSSIAN_TUNERS, TuningResult
 from laplace_plus.tuning.base import Tunable

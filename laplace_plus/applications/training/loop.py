@@ -17,7 +17,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch, iterate, output_tensor
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import uses
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.state import require_restartable
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 SchedulerFactory = Callable[[optim.Optimizer], Any]

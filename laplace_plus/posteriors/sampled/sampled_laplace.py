@@ -26,11 +26,10 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.predicting import SampleBased
 from laplace_plus.posteriors.public import full_precision, require_one_noise, zero_curvature
-from laplace_plus.posteriors.registry import resolve_option
 from laplace_plus.posteriors.sampled.systems import SOLVERS, Draws, PriorUnits, SamplingReport, Solved, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
-from laplace_plus.posteriors.state import State
-from laplace_plus.posteriors.training_data import require_restartable, require_same_data
+from laplace_plus.posteriors.state import State, require_restartable, require_same_data
+from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.tuning import Tuner, TuningResult
 
 WHY = "Samples of the posterior come from many passes over the data."

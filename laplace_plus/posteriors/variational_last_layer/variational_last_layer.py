@@ -26,8 +26,7 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import MANY_LEVELS
 from laplace_plus.posteriors.public import full_precision, zero_curvature
-from laplace_plus.posteriors.state import State
-from laplace_plus.posteriors.training_data import require_same_data
+from laplace_plus.posteriors.state import State, require_same_data
 from laplace_plus.posteriors.variational_last_layer.bounds import (
     Bound,
     Gaussians,

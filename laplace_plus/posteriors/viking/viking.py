@@ -23,9 +23,8 @@ from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection import NoiseState, ProjectedNoisePosterior, Rows
 from laplace_plus.posteriors.public import full_precision
-from laplace_plus.posteriors.registry import resolve_option
-from laplace_plus.posteriors.state import of_state
-from laplace_plus.posteriors.training_data import require_restartable, require_same_data, survey
+from laplace_plus.posteriors.state import of_state, require_restartable, require_same_data, survey
+from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, ELBOTraining, Expectation, MeanTraining
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import VariationalBound, require_only
