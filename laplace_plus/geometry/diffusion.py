@@ -19,13 +19,11 @@ which solves it in Stratonovich's sense, stays on that set as steps become small
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from laplace_plus import checks, linalg
 from laplace_plus.errors import ConfigurationError, NonFiniteError
@@ -37,7 +35,7 @@ from laplace_plus.linalg.operators import Operator
 
 Kind = Literal["image", "kernel", "full"]
 Scheme = Literal["euler_ito", "heun"]
-Backend = Literal["auto", "lanczos", "svd", "lsmr"]
+Backend = Literal["auto", "lanczos", "svd"]
 
 _WRITTEN_OUT = 2**24
 """Entries up to which a root of G is written out and decomposed: 128 MiB in float64."""
@@ -53,13 +51,13 @@ class Diffusion:
         n_steps: T; a step's length is 1/T.
         rank: Largest number of directions in which G is resolved by Lanczos' method. What it leaves out gets no noise
             from ``"image"``, and the full noise of the prior from the other two kinds.
-        backend: How G is decomposed: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; ``"auto"``, the
-            one of these two that suits the size; or, for ``"kernel"`` only, ``"lsmr"``, which leaves nothing out.
+        backend: How G is decomposed: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; or ``"auto"``,
+            the one that suits the size.
         rtol: Eigenvalues of at most this fraction of the largest count as zero; 1e-10 in float64 and 1e-5 in float32
             by default.
 
     Raises:
-        ConfigurationError: Unknown names, numbers out of range, or a projection where eigenvalues are needed.
+        ConfigurationError: Unknown names, or numbers out of range.
     """
 
     kind: Kind = "image"
@@ -77,98 +75,33 @@ class Diffusion:
         checks.count("rank", self.rank, 1)
         if self.rtol is not None:
             checks.number("rtol", self.rtol, least=0.0, most=1.0)
-        if self.kind != "kernel" and self.backend == "lsmr":
-            what, expected = "A projection gives no eigenvalues.", 'kind="kernel", or backend="lanczos" or "svd"'
-            raise ConfigurationError(what, expected=expected, got=f"kind={self.kind!r} with backend={self.backend!r}")
 
 
-class NoiseField(ABC):
-    """The root of a diffusion's covariance at any point; ``tail`` is the largest part of tr G left out so far."""
-
-    tail: float = 0.0
-
-    @abstractmethod
-    def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
-        """The displacement in unit time for standard normal ``noise [..., P]`` at ``point [P]``, ``[..., P]``."""
-
-
-@dataclass(frozen=True)
-class DiffusionResult:
-    """Ends of diffusions.
-
-    Attributes:
-        endpoint: ``[k, P]``; NaN for one that failed.
-        statuses: ``[k]`` integers, :class:`PathStatus`.
-        path: The points after each step, ``[k, T, P]``; NaN behind a failure.
-    """
-
-    endpoint: Tensor
-    statuses: Tensor
-    path: Tensor
-
-
-def diffuse(field: NoiseField, start: Tensor, noise: Tensor, *, scheme: Scheme = "euler_ito") -> DiffusionResult:
-    """Follow ``dθ = field(θ) dW`` for unit time.
-
-    Args:
-        field: The covariance's square root.
-        start: ``[P]``.
-        noise: Standard normal numbers, ``[k, T, P]``, for T steps of k samples.
-        scheme: ``"euler_ito"`` or ``"heun"``.
-
-    Raises:
-        ConfigurationError: Another scheme.
-    """
-    checks.choice("scheme", scheme, get_args(Scheme))
-    path = torch.full_like(noise, torch.nan)
-    for sample, steps in enumerate(noise / noise.shape[1] ** 0.5):
-        point = start
-        for number, scaled in enumerate(steps):
-            try:
-                step = field.displacement(point, scaled)
-                if scheme == "heun":
-                    step = (step + field.displacement(point + step, scaled)) / 2
-            except NonFiniteError:
-                break
-            point = point + step
-            if not bool(torch.isfinite(point).all()):
-                break
-            path[sample, number] = point
-    statuses = torch.where(path[:, -1].isfinite().all(1), 0, int(PathStatus.NOT_FINITE))
-    return DiffusionResult(path[:, -1], statuses, path)
-
-
-def noise_field(
-    landscape: LossLandscape, options: Diffusion, *, generator: torch.Generator | None = None
-) -> NoiseField:
-    """The field of a landscape's Gauss-Newton matrix and prior.
+class NoiseField:
+    """The root of a diffusion's covariance at any point, from eigenpairs of G in units of the prior's deviations.
 
     Args:
         landscape: The loss with its prior.
         options: Kind and backend.
         generator: Source of Lanczos' start vectors, which have to be independent of the noise.
 
+    Attributes:
+        tail: The largest part of tr G left out so far.
+
     Raises:
         ConfigurationError: A prior precision of zero, under which noise in the null space has no scale.
     """
-    if not bool((landscape.prior_precision > 0).all()):
-        what = "Diffusions need a proper prior."
-        got = f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero"
-        raise ConfigurationError(what, expected="a landscape with prior_precision > 0", got=got)
-    if options.backend == "lsmr":
-        return ProjectedField(landscape)
-    return SpectralField(landscape, options, generator)
 
-
-class SpectralField(NoiseField):
-    """From eigenpairs of G in units of the prior's standard deviations."""
-
-    def __init__(self, landscape: LossLandscape, options: Diffusion, generator: torch.Generator | None = None):
+    def __init__(self, landscape: LossLandscape, options: Diffusion, *, generator: torch.Generator | None = None):
+        if not bool((landscape.prior_precision > 0).all()):
+            what = "Diffusions need a proper prior."
+            got = f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero"
+            raise ConfigurationError(what, expected="a landscape with prior_precision > 0", got=got)
         self._landscape, self._options, self._generator = landscape, options, generator
-        self._unit = landscape.prior_precision.rsqrt()
+        self._unit, self.tail = landscape.prior_precision.rsqrt(), 0.0
 
-    @override
     def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
+        """The displacement in unit time for standard normal ``noise [..., P]`` at ``point [P]``, ``[..., P]``."""
         values, vectors = self.spectrum(point)
         parts = noise @ vectors.mT
         result = torch.zeros_like(noise) if self._options.kind == "image" else noise - parts @ vectors
@@ -233,14 +166,47 @@ class SpectralField(NoiseField):
         return values, vectors
 
 
-class ProjectedField(NoiseField):
-    """LSMR's projection onto the null space of a root of G."""
+@dataclass(frozen=True)
+class DiffusionResult:
+    """Ends of diffusions.
 
-    def __init__(self, landscape: LossLandscape):
-        self._landscape, self._unit = landscape, landscape.prior_precision.rsqrt()
+    Attributes:
+        endpoint: ``[k, P]``; NaN for one that failed.
+        statuses: ``[k]`` integers, :class:`PathStatus`.
+        path: The points after each step, ``[k, T, P]``; NaN behind a failure.
+    """
 
-    @override
-    def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
-        root = self._landscape.ggn(point).root() @ linalg.Diagonal(self._unit)
-        projector = linalg.LSMRProjection().prepare(root, list)
-        return projector.project(noise.view(-1, len(point))).value.view(noise.shape) * self._unit
+    endpoint: Tensor
+    statuses: Tensor
+    path: Tensor
+
+
+def diffuse(field: NoiseField, start: Tensor, noise: Tensor, *, scheme: Scheme = "euler_ito") -> DiffusionResult:
+    """Follow ``dθ = field(θ) dW`` for unit time.
+
+    Args:
+        field: The covariance's square root.
+        start: ``[P]``.
+        noise: Standard normal numbers, ``[k, T, P]``, for T steps of k samples.
+        scheme: ``"euler_ito"`` or ``"heun"``.
+
+    Raises:
+        ConfigurationError: Another scheme.
+    """
+    checks.choice("scheme", scheme, get_args(Scheme))
+    path = torch.full_like(noise, torch.nan)
+    for sample, steps in enumerate(noise / noise.shape[1] ** 0.5):
+        point = start
+        for number, scaled in enumerate(steps):
+            try:
+                step = field.displacement(point, scaled)
+                if scheme == "heun":
+                    step = (step + field.displacement(point + step, scaled)) / 2
+            except NonFiniteError:
+                break
+            point = point + step
+            if not bool(torch.isfinite(point).all()):
+                break
+            path[sample, number] = point
+    statuses = torch.where(path[:, -1].isfinite().all(1), 0, int(PathStatus.NOT_FINITE))
+    return DiffusionResult(path[:, -1], statuses, path)

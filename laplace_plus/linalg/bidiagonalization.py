@@ -92,8 +92,8 @@ def bidiagonalize(
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
     A = map_of(matvec, start, m=m, rmatvec=rmatvec, parameters=parameters)
     start = pad(start, (m, 0))
-    space = KrylovSpace(_Augmented(A), start)
-    found = LanczosDecomposition(*decomposition(space, start, 2 * min(depth, m, n)))
+    space = KrylovSpace(_Augmented(A), start, 2 * min(depth, m, n))
+    found = LanczosDecomposition(*decomposition(space, start))
     # Where A v lies in the span of the left vectors, the right vector v is dropped and stays in the residual.
     rank, steps = found.rank // 2, found.vectors.shape[-2]
     size = max(int(rank.max()), 1)

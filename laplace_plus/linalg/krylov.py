@@ -122,8 +122,8 @@ def arnoldi(
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
     start = start_vectors(v, depth)
-    space = KrylovSpace(map_of(matvec, start, rmatvec=rmatvec, parameters=parameters), start)
-    return ArnoldiDecomposition(*decomposition(space, start, depth))
+    space = KrylovSpace(map_of(matvec, start, rmatvec=rmatvec, parameters=parameters), start, depth)
+    return ArnoldiDecomposition(*decomposition(space, start))
 
 
 @without_autocast
@@ -158,8 +158,8 @@ def lanczos(
     """
     start = start_vectors(v, depth)
     operator = map_of(matvec, start, symmetric=True, parameters=parameters)
-    space = KrylovSpace(operator, start, check_symmetry=check_symmetry)
-    return LanczosDecomposition(*decomposition(space, start, depth))
+    space = KrylovSpace(operator, start, depth, check_symmetry=check_symmetry)
+    return LanczosDecomposition(*decomposition(space, start))
 
 
 def start_vectors(v: Tensor, depth: int) -> Tensor:
@@ -174,14 +174,15 @@ def map_of(matvec: Matvec, start: Tensor, **options: Any) -> LinearMap:
 
 
 class KrylovSpace:
-    """The Arnoldi process with full re-orthogonalisation for a stack of start vectors, which can be continued.
+    """The Arnoldi process with full re-orthogonalisation for a stack of start vectors.
 
     A space is invariant where a new vector w before its normalisation is rounding error: at most ten times machine
-    epsilon times ``max_j ‖A q_j‖``.
+    epsilon times ``max_j ‖A q_j‖``. The process waits for the device once, at its end.
 
     Args:
         operator: A, as :func:`map_of` makes it.
         start: ``[n]`` or ``[..., n]``, not zero.
+        depth: Number of steps; at most n are taken.
         check_symmetry: Whether to check a symmetric operator.
 
     Attributes:
@@ -191,72 +192,54 @@ class KrylovSpace:
         residual: ``[batch, n]``, that of the last step of each space.
         norm: ``[batch]`` norms of the start vectors.
         rank: ``[batch]`` dimensions of the spaces.
-        requested: Depth that was requested; K is smaller where all spaces are invariant before.
+        depth: K, the largest rank.
+        requested: Number of steps; K is smaller where all spaces are invariant before.
         complete: Whether all spaces are invariant, so that more steps would change nothing.
+
+    Raises:
+        OperatorError: A start vector of zero, or an operator that is not symmetric.
+        NonFiniteError: NaN or infinity.
     """
 
-    def __init__(self, operator: LinearMap, start: Tensor, *, check_symmetry: bool = True):
+    def __init__(self, operator: LinearMap, start: Tensor, depth: int, *, check_symmetry: bool = True):
         rows = start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
-        self.operator, self._outer, self._check = operator, start.dtype, check_symmetry
-        self._rounding = 10 * torch.finfo(rows.dtype).eps
-        self.norm = vector_norm(rows)
-        self._basis = self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])
-        self._hessenberg = self.matrix = rows.new_zeros(len(rows), 0, 0)
-        self.residual, self._largest = torch.zeros_like(rows), torch.zeros_like(self.norm)
-        self._active = torch.ones_like(self.norm, dtype=torch.bool)
-        self.rank = torch.zeros_like(self.norm, dtype=torch.int64)
-        self._next, self._size = rows / self.norm[:, None], torch.zeros_like(self.norm)
-        self.requested, self.complete = 0, False
-
-    @property
-    def depth(self) -> int:
-        """K, the largest rank."""
-        return self.vectors.shape[1]
-
-    def extend(self, depth: int) -> None:
-        """Continue to the given depth, at most n, with one synchronisation with the device at the end.
-
-        OperatorError for a start vector of zero, or an operator that is not symmetric; NonFiniteError for NaN or
-        infinity.
-        """
-        self.requested = depth = min(depth, self.operator.n)
-        if self.complete or depth <= self.depth:
-            return
-        done = self._basis.shape[1]
-        basis = self._basis.new_empty(len(self._basis), depth, self.operator.n)
-        basis[:, :done], self._basis = self._basis, basis
-        self._hessenberg = hessenberg = pad(self._hessenberg, (0, depth - done, 0, depth - done))
-        for k in range(done, depth):
+        batch, n, rounding = len(rows), operator.n, 10 * torch.finfo(rows.dtype).eps
+        self.operator, self.requested, self.norm = operator, min(depth, n), vector_norm(rows)
+        basis = rows.new_empty(batch, self.requested, n)
+        hessenberg = rows.new_zeros(batch, self.requested, self.requested)
+        self.residual, self.rank = torch.zeros_like(rows), torch.zeros_like(self.norm, dtype=torch.int64)
+        active, largest = torch.ones_like(self.norm, dtype=torch.bool), torch.zeros_like(self.norm)
+        vector, size = rows / self.norm[:, None], torch.zeros_like(self.norm)
+        for k in range(self.requested):
             if k:
-                hessenberg[:, k, k - 1] = self._size
-            basis[:, k] = self._next
-            product = self.operator(self._next)
-            length = vector_norm(product) if k else product_length(product)
-            self._largest = torch.maximum(self._largest, length)
+                hessenberg[:, k, k - 1] = size
+            basis[:, k] = vector
+            product = operator(vector)
+            largest = torch.maximum(largest, vector_norm(product) if k else product_length(product))
             rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
             size = vector_norm(rest)
-            self.residual = torch.where(self._active[:, None], rest, self.residual)
-            self.rank = self.rank + self._active
-            small = self._rounding * self._largest
+            self.residual = torch.where(active[:, None], rest, self.residual)
+            self.rank = self.rank + active
+            small = rounding * largest
             # NaN and overflow do not count as invariant, so that they are reported as such.
-            self._active = self._active & ~((size <= small) & (small < torch.inf))
-            self._size = torch.where(self._active, size, 0.0)
-            self._next = rest * torch.where(self._active, size.reciprocal(), 0.0)[:, None]
+            active = active & ~((size <= small) & (small < torch.inf))
+            vector = rest * torch.where(active, size.reciprocal(), 0.0)[:, None]
+            size = torch.where(active, size, 0.0)
         zero = int(torch.isinf(1 / self.norm).sum())
         if zero:
             got, fix = f"{zero} of norm zero", "Leave zero vectors out: they span no Krylov space."
             raise OperatorError("A start vector is zero.", expected="vectors of positive norm", got=got, fix=fix)
         require_finite("The Krylov process", self.norm, hessenberg, self.residual)
-        kept = int(self.rank.max())
-        self.vectors, self.matrix = basis[:, :kept], hessenberg[:, :kept, :kept]
-        if self.operator.symmetric:
-            if self._check:
-                largest = hessenberg.abs().amax(dim=(-2, -1), keepdim=True)
-                require_adjoint(hessenberg, hessenberg.mT, largest, self._outer, self.operator.complaint)
+        self.depth = int(self.rank.max())
+        self.vectors, self.matrix = basis[:, : self.depth], hessenberg[:, : self.depth, : self.depth]
+        if operator.symmetric:
+            if check_symmetry:
+                scale = hessenberg.abs().amax(dim=(-2, -1), keepdim=True)
+                require_adjoint(hessenberg, hessenberg.mT, scale, start.dtype, operator.complaint)
             diagonal, off_diagonal = (self.matrix.diagonal(side, dim1=-2, dim2=-1) for side in (0, -1))
             side = torch.diag_embed(off_diagonal, 1)
             self.matrix = torch.diag_embed(diagonal) + side + side.mT
-        self.complete = bool((~self._active | (self.rank == self.operator.n)).all())
+        self.complete = bool((~active | (self.rank == n)).all())
 
 
 def product_length(product: Tensor) -> Tensor:
@@ -275,11 +258,8 @@ def _coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
     return inner_products(vectors[:, None], basis)[:, 0]
 
 
-def decomposition(
-    space: KrylovSpace, start: Tensor, depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
-    """The fields of an :class:`ArnoldiDecomposition`, after a space was extended."""
-    space.extend(depth)
+def decomposition(space: KrylovSpace, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
+    """The fields of an :class:`ArnoldiDecomposition`."""
     operator, rank, matvecs, shape = space.operator, space.rank, space.operator.matvecs, start.shape[:-1]
     outputs = [x.reshape((*shape, *x.shape[1:])) for x in (space.vectors, space.matrix, space.residual, space.norm)]
 

@@ -9,7 +9,7 @@ decomposition (:mod:`laplace_plus.linalg.krylov`) after torch's of the small mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_plus.checks import count, number
+from laplace_plus.checks import count
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.estimates import working_type
 from laplace_plus.linalg.krylov import ArnoldiDecomposition, KrylovSpace, decomposition, map_of, start_vectors
 from laplace_plus.linalg.linear_maps import Matvec, attach_one, without_autocast
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, divided_differences
@@ -39,7 +38,7 @@ class FunctionValue:
             It bounds the remaining error if convergence is geometric and halves the error in that many steps; zero if
             the space is invariant.
         matvecs: Number of operator–vector products.
-        converged: Whether every error is below the tolerance.
+        converged: Whether every error is below the value's norm times the square root of machine epsilon.
         depth: Number of steps.
     """
 
@@ -57,8 +56,6 @@ def matrix_function(
     v: Tensor,
     *,
     depth: int = 30,
-    tolerance: float | None = None,
-    cap: int = 100,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
     """``f(A) v`` for a symmetric operator.
@@ -77,9 +74,6 @@ def matrix_function(
         f: Elementwise function of eigenvalues, of torch operations, e.g. ``torch.exp``.
         v: ``[n]``, or a stack ``[..., n]``.
         depth: K, at most n steps are taken.
-        tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
-            ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
-        cap: Limit on the number of steps with a tolerance.
         parameters: The tensors to differentiate in.
 
     Returns:
@@ -96,12 +90,12 @@ def matrix_function(
         tensor([1., 2., 3.])
     """
     start = start_vectors(v, depth)
-    space = SpectralSpace(matvec, start, parameters=parameters)
+    space = SpectralSpace(matvec, start, depth, parameters=parameters)
 
     def pullback(u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return _two_sided(matvec, f, space, start, u)
 
-    return _evaluate(space, start, partial(space.coordinates, f), space.combine, pullback, depth, tolerance, cap)
+    return _evaluate(space, start, partial(space.coordinates, f), space.combine, pullback)
 
 
 @without_autocast
@@ -111,8 +105,6 @@ def bilinear(
     v: Tensor,
     *,
     depth: int = 30,
-    tolerance: float | None = None,
-    cap: int = 100,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
     """``vᵀ f(A) v`` for a symmetric operator, by Gauss quadrature.
@@ -123,7 +115,7 @@ def bilinear(
     is that with the Krylov space held fixed, ``2 f(A) v`` for v and one vector–Jacobian product batched over K vectors
     for A; it is as accurate as ``f(A) v``.
 
-    Arguments and errors are those of :func:`matrix_function`; ``tolerance`` is relative to the value.
+    Arguments and errors are those of :func:`matrix_function`.
 
     Returns:
         ``value [...]`` and ``error [...]`` (float32 for half precision).
@@ -134,7 +126,7 @@ def bilinear(
         6.0
     """
     start = start_vectors(v, depth)
-    space = SpectralSpace(matvec, start, parameters=parameters)
+    space = SpectralSpace(matvec, start, depth, parameters=parameters)
 
     def result(forms: Tensor) -> Tensor:
         return forms[:, 0].to(space.vectors.dtype)
@@ -143,7 +135,7 @@ def bilinear(
         to_start = space.combine(2 * u[:, None] * space.coordinates(f).detach())
         return to_start, space.parameter_gradients(u.double()[:, None, None] * space.quadrature_gradient(f))
 
-    return _evaluate(space, start, partial(space.quadrature, f), result, pullback, depth, tolerance, cap)
+    return _evaluate(space, start, partial(space.quadrature, f), result, pullback)
 
 
 def _evaluate(
@@ -152,21 +144,15 @@ def _evaluate(
     evaluate: Callable[[int | None], Tensor],
     result: Callable[[Tensor], Tensor],
     pullback: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]],
-    depth: int,
-    tolerance: float | None,
-    cap: int,
 ) -> FunctionValue:
-    """A function on the Krylov spaces of start vectors, which are extended to the tolerance.
+    """A function on the Krylov spaces of start vectors.
 
     ``evaluate`` gives what converges with the depth, ``[batch, k]``; ``result`` makes the value ``[batch, ...]`` of it.
     ``pullback`` takes a cotangent ``[batch, ...]`` and gives the gradients in the start vectors and in A's tensors.
     """
-    for steps in _depths(depth, tolerance, cap):
-        with_graph, error = space.evaluated(evaluate, steps)
-        now = with_graph.detach()
-        converged = bool((error <= _limit(tolerance, start) * now.norm(dim=-1)).all())
-        if converged or space.complete:
-            break
+    with_graph, error = space.evaluated(evaluate)
+    now = with_graph.detach()
+    converged = _has_converged(space, error, now)
     value, matvecs, shape = result(now), space.operator.matvecs, start.shape[:-1]
     flat = value.shape
 
@@ -180,20 +166,8 @@ def _evaluate(
     return FunctionValue(value, error.reshape(shape).to(value.dtype), matvecs, converged, space.depth)
 
 
-def _depths(depth: int, tolerance: float | None, cap: int) -> Iterator[int]:
-    """The numbers of steps to try: ``depth``, and with a tolerance more of them up to ``cap``."""
-    count("cap", cap)
-    if tolerance is not None:
-        number("tolerance", tolerance, least=0.0)
-    depth = depth if tolerance is None else min(depth, cap)
-    yield depth
-    while tolerance is not None and depth < cap:
-        depth = min(cap, depth + max(4, depth // 4))
-        yield depth
-
-
-def _limit(tolerance: float | None, start: Tensor) -> float:
-    return torch.finfo(working_type(start.dtype)).eps ** 0.5 if tolerance is None else tolerance
+def _has_converged(space: KrylovSpace, error: Tensor, value: Tensor) -> bool:
+    return bool((error <= torch.finfo(space.vectors.dtype).eps ** 0.5 * value.norm(dim=-1)).all())
 
 
 def _two_sided(
@@ -206,8 +180,9 @@ def _two_sided(
     """
     alive = (vector_norm(cotangents) > 0)[:, None]
     unit = torch.where(alive, cotangents, space.vectors[:, 0])
-    other = SpectralSpace(matvec, (unit[0] if start.ndim == 1 else unit).to(start.dtype), parameters=())
-    other.extend(space.requested)  # the space of v may be smaller than that of u
+    # As many steps were asked for; where the space of v ended early, that of u may be larger.
+    other_start = (unit[0] if start.ndim == 1 else unit).to(start.dtype)
+    other = SpectralSpace(matvec, other_start, space.requested, parameters=())
     mu, left = other.spectrum()
     lam, right = space.spectrum()
     to_start = other.combine(alive * other.coordinates(f).detach())
@@ -224,8 +199,6 @@ def arnoldi_function(
     v: Tensor,
     *,
     depth: int = 30,
-    tolerance: float | None = None,
-    cap: int = 100,
     rmatvec: Matvec | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> FunctionValue:
@@ -255,16 +228,12 @@ def arnoldi_function(
         (tensor([0.5403, 0.8415]), True)
     """
     start = start_vectors(v, depth)
-    space = KrylovSpace(map_of(matvec, start, rmatvec=rmatvec, parameters=parameters), start)
-    for steps in _depths(depth, tolerance, cap):
-        now = ArnoldiDecomposition(*decomposition(space, start, steps))
-        coordinates, error = _coordinates(now, f)
-        value = (coordinates[..., None, :] @ now.vectors)[..., 0, :] / now.scale[..., None]
-        error = error.to(value.dtype) / now.scale.detach()
-        converged = bool((error <= _limit(tolerance, start) * value.detach().norm(dim=-1)).all())
-        if converged or space.complete:
-            break
-    return FunctionValue(value, error, now.matvecs, converged, now.vectors.shape[-2])
+    space = KrylovSpace(map_of(matvec, start, rmatvec=rmatvec, parameters=parameters), start, depth)
+    found = ArnoldiDecomposition(*decomposition(space, start))
+    coordinates, error = _coordinates(found, f)
+    value = (coordinates[..., None, :] @ found.vectors)[..., 0, :] / found.scale[..., None]
+    error = error.to(value.dtype) / found.scale.detach()
+    return FunctionValue(value, error, found.matvecs, _has_converged(space, error, value.detach()), space.depth)
 
 
 def _coordinates(space: ArnoldiDecomposition, f: MatrixFunction) -> tuple[Tensor, Tensor]:

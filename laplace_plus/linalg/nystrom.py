@@ -7,7 +7,7 @@ Yurtsever, Udell and Cevher, "Fixed-Rank Approximation of a Positive-Semidefinit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,12 +27,10 @@ from laplace_plus.linalg.linear_maps import (
     without_autocast,
 )
 
-Pullback = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-
 
 @dataclass(frozen=True)
 class NystromApproximation:
-    """``A ≈ Uᵀ diag(values) U`` with orthonormal rows U; calling it on ``[..., n]`` multiplies.
+    """``A ≈ Uᵀ diag(values) U`` with orthonormal rows U.
 
     Attributes:
         values: ``[l]`` eigenvalues, not negative, in descending order; each is at most that of A, up to rounding.
@@ -44,22 +42,6 @@ class NystromApproximation:
     values: Tensor
     vectors: Tensor
     matvecs: int
-    _tensors: tuple[Tensor, ...] = field(default=(), repr=False)
-    _pullback: Pullback | None = field(default=None, repr=False)
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        """The approximation times row-stacked vectors ``[..., n]``, differentiable in them and in A's tensors."""
-        values, basis, outer, given = self.values.detach(), self.vectors, self._pullback, vectors.detach()
-
-        def product(x: Tensor) -> Tensor:
-            return (x @ basis.mT * values) @ basis
-
-        def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-            n = basis.shape[-1]
-            parameters = outer(cotangent.reshape(-1, n), given.reshape(-1, n)) if outer is not None else ()
-            return product(cotangent), *parameters
-
-        return attach_one(product(given), [vectors, *self._tensors], pullback)
 
     def preconditioner(self, shift: float | Tensor) -> Callable[[Tensor], Tensor]:
         """An approximate inverse of ``A + shift``, for the solvers.
@@ -107,8 +89,8 @@ def nystrom(
     best approximation of that rank. A is multiplied with ``rank`` vectors in one stack; memory is that of 2–3 ``rank``
     vectors.
 
-    The values, and products of the approximation with vectors, are differentiable in the tensors that the operator
-    depends on: the gradient of the computed result, from one vector–Jacobian product batched over ``rank`` vectors.
+    The values are differentiable in the tensors that the operator depends on: the gradient of the computed result, from
+    one vector–Jacobian product batched over ``rank`` vectors.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
@@ -142,21 +124,16 @@ def nystrom(
     require_finite("nystrom", sketch)
     values, vectors, coordinates = _factor(probes, sketch, dtype)
 
-    def outer(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
-        """The derivative of ``Σ leftᵢᵀ Â rightᵢ``."""
-        # For rows Y, M = Ω Yᵀ and X = M⁻¹ Y: dÂ = Xᵀ dY + dYᵀ X − Xᵀ dM X, symmetrised.
-        x_left, x_right = left @ coordinates.mT, right @ coordinates.mT
+    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+        # For rows Y, M = Ω Yᵀ and X = M⁻¹ Y: dÂ = Xᵀ dY + dYᵀ X − Xᵀ dM X, symmetrised, between each vector and itself.
+        left = (cotangent * positive)[:, None] * vectors  # values of zero are at their bound and have no derivative
+        x_left, x_right = left @ coordinates.mT, vectors @ coordinates.mT
         core = x_left.mT @ x_right
-        gradient = x_left.mT @ right + x_right.mT @ left - (core + core.mT) / 2 @ probes
+        gradient = x_left.mT @ vectors + x_right.mT @ left - (core + core.mT) / 2 @ probes
         return operator.parameter_pullback(probes, gradient)
 
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        # Values of zero are at their bound and have no derivative.
-        return outer((cotangent * positive)[:, None] * vectors, vectors)
-
     positive, matvecs = values > 0, operator.matvecs
-    values = attach_one(values, operator.tensors, pullback)
-    return NystromApproximation(values, vectors, matvecs, operator.tensors, outer)
+    return NystromApproximation(attach_one(values, operator.tensors, pullback), vectors, matvecs)
 
 
 def _factor(probes: Tensor, sketch: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

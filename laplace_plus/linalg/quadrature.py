@@ -43,16 +43,15 @@ SpectralFunction = Callable[[Tensor], Tensor]
 class SpectralSpace(KrylovSpace):
     """A Krylov space of a symmetric operator, and functions of the operator on it."""
 
-    def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
-        super().__init__(map_of(matvec, start, symmetric=True, parameters=parameters), start)
+    def __init__(self, matvec: Matvec, start: Tensor, depth: int, *, parameters: Iterable[Tensor] | None = None):
+        super().__init__(map_of(matvec, start, symmetric=True, parameters=parameters), start, depth)
 
-    def evaluated(self, evaluate: Callable[[int | None], Tensor], depth: int) -> tuple[Tensor, Tensor]:
-        """A result after ``depth`` steps, and its errors ``[batch]``.
+    def evaluated(self, evaluate: Callable[[int | None], Tensor]) -> tuple[Tensor, Tensor]:
+        """A result and its errors ``[batch]``.
 
-        ``evaluate`` gives the result ``[batch, k]`` at a depth, or at the present one (None). The error is the norm of
-        its change over the last quarter of the steps: zero if the space is invariant, infinite after one step.
+        ``evaluate`` gives the result ``[batch, k]`` of so many steps, or of all (None). The error is the norm of its
+        change over the last quarter of the steps: zero if the space is invariant, infinite after one step.
         """
-        self.extend(depth)
         value = evaluate(None)
         now, error = value.detach(), self.norm.new_zeros(len(value), dtype=torch.float64)
         if not self.complete:
@@ -274,8 +273,8 @@ def slq_trace(
         operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
         return _exact(operator, f, torch.eye(n, dtype=dtype, device=device))
     drawn = draw_probes("signs", probes, n, generator=generator, dtype=dtype, device=device)
-    space = SpectralSpace(matvec, drawn, parameters=parameters)
-    forms, change = space.evaluated(partial(space.quadrature, f), depth)
+    space = SpectralSpace(matvec, drawn, depth, parameters=parameters)
+    forms, change = space.evaluated(partial(space.quadrature, f))
     matvecs, wide, samples = space.operator.matvecs, working_type(dtype), forms.detach()[:, 0]
     mean, sem, bias = samples.mean(), standard_error(samples), change.mean()
     # the change over the last steps is below the other errors

@@ -22,7 +22,7 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, warn
-from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, geodesic, noise_field
+from laplace_plus.geometry import Diffusion, LossLandscape, NoiseField, PathStatus, diffuse, geodesic
 from laplace_plus.geometry.geodesic import check_settings, failures
 from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
@@ -471,7 +471,7 @@ def _by_diffusion(
     generator = torch.Generator().manual_seed(seed)
     size = method.n_steps, len(start)
     noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
-    field = noise_field(landscape, method, generator=generator)
+    field = NoiseField(landscape, method, generator=generator)
     found = diffuse(field, start, noise[None], scheme=method.scheme)
     steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))
     return found.endpoint, found.statuses, steps

@@ -103,8 +103,6 @@ REFUSED = {
         "lanczos, depth": lambda: linalg.lanczos(times, V, 0),
         "lanczos, integers": lambda: linalg.lanczos(times, V.long(), 2),
         "arnoldi, a number": lambda: linalg.arnoldi(times, V.sum(), 2),
-        "matrix_function, tolerance": lambda: linalg.matrix_function(times, torch.exp, V, tolerance=-1.0),
-        "bilinear, cap": lambda: linalg.bilinear(times, torch.exp, V, cap=0),
         "arnoldi_function, depth": lambda: linalg.arnoldi_function(times, torch.matrix_exp, V, depth=0),
         "phi": lambda: linalg.phi(-1),
         "slq, probes": lambda: linalg.slq_logdet(times, N, probes=0),

@@ -281,7 +281,7 @@ def test_kernel_diffusions_of_linear_models_are_its_samples():
     data = [(x, x.sum(-1, keepdim=True))]
     posterior = lp.NullSpace(net, "regression", projector="svd", n_samples=5, prior_precision=3.0).fit(data)
     landscape = lp.geometry.LossLandscape(net, "regression", data, prior_precision=3.0)
-    field = lp.geometry.noise_field(landscape, lp.Diffusion(kind="kernel"))
+    field = lp.geometry.NoiseField(landscape, lp.Diffusion(kind="kernel"))
     root = field.displacement(landscape.vector, torch.eye(9, dtype=torch.float64))
     torch.testing.assert_close(root.T @ root, projector_of(x) / 3, rtol=0, atol=1e-10)
     noise = (posterior.samples - posterior.mean) * 3**0.5
