@@ -188,7 +188,9 @@ def checked_product(
         if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
             raise
         expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
-        fix = "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, and give vectors of its type, or dtype=."
+        fix = (
+            "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, give vectors of its type, or dtype=."
+        )
         what, got = f"The {name} failed: {error}", type(error).__name__
         raise OperatorError(what, expected=expected, got=got, fix=fix) from error
     is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim
