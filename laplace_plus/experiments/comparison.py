@@ -16,7 +16,7 @@ from torch.special import entr
 from laplace_plus import metrics
 from laplace_plus.applications.mixtures import Ensemble
 from laplace_plus.errors import NoGainWarning
-from laplace_plus.experiments.settings import PosteriorSettings, call
+from laplace_plus.experiments.settings import PosteriorSettings
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
 from laplace_plus.posteriors.base import Posterior
@@ -126,7 +126,7 @@ def compare(
         return torch.Generator(device=device).manual_seed(seed)
 
     def outcome(settings: PosteriorSettings) -> Outcome:
-        posterior = call(partial(settings.posterior_class, model, likelihood), settings.options, what=settings.label)
+        posterior = settings.posterior_class(model, likelihood, **settings.options)
         started = time.perf_counter()
         posterior.fit(data.train, progress=progress, generator=generator())
         seconds = {"fit": time.perf_counter() - started}
@@ -136,7 +136,7 @@ def compare(
             keywords = {**settings.tune, **({"data": data.validation} if uses_validation else {})}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NoGainWarning)  # the report shows whether there was a gain
-                call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
+                posterior.fit_prior_precision(**keywords)
             seconds["tune"] = time.perf_counter() - started
         predict = partial(posterior.predictive, **{"generator": generator(), **settings.predict})
         return score(predict, settings.label, posterior.likelihood, seconds, posterior)

@@ -7,7 +7,6 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
@@ -214,23 +213,18 @@ def _read_posterior(entry: dict[str, Any]) -> PosteriorSettings:
     label = str(entry.pop("label", name.rpartition(":")[2]))
     tune, predict = entry.pop("tune", {}), entry.pop("predict", {})
     tune = {} if tune is True or tune is None else tune
-    call(partial(inspect.signature(posterior_class).bind, None, None), entry, what=name)
-    known = inspect.signature(posterior_class.predictive).parameters
-    for key in predict.keys() - known.keys():  # before a fit
-        raise unknown_option(f"predict of {label}", key, [*known][2:-1])
+    check_options(name, entry, posterior_class, "model likelihood")
+    check_options(f"predict of {label}", predict, posterior_class.predictive, "self x generator")
     return PosteriorSettings(label, posterior_class, entry, None if tune is False else dict(tune), dict(predict))
 
 
-def call(function: Callable[..., Any], keywords: Mapping[str, Any], *, what: str) -> Any:
-    """Call a function, or bind its signature, with keywords; ConfigurationError for one that is not taken."""
-    try:
-        return function(**keywords)
-    except TypeError as error:
-        refused = re.search(r"(?:unexpected keyword argument|multiple values for argument) '(\w+)'", str(error))
-        if refused is None or refused[1] not in keywords:
-            raise
-        known = inspect.signature(getattr(function, "func", function)).parameters
-        raise unknown_option(what, refused[1], known) from error
+def check_options(what: str, keywords: Mapping[str, Any], function: Callable[..., Any], given: str = "") -> None:
+    """ConfigurationError for keywords that a function does not have, or that are ``given`` by others."""
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name not in given.split()]
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for unknown in keywords.keys() - {*known}:
+            raise unknown_option(what, unknown, known)
 
 
 def load_object(name: str) -> Any:
@@ -250,5 +244,7 @@ def load_object(name: str) -> Any:
 
 
 def make(name: str, keywords: Mapping[str, Any]) -> Any:
-    """Call the function that `module:function` names; errors as :func:`load_object` and :func:`call`."""
-    return call(load_object(name), keywords, what=name)
+    """Call the function that `module:function` names; errors as of :func:`load_object` and :func:`check_options`."""
+    function = load_object(name)
+    check_options(name, keywords, function)
+    return function(**keywords)

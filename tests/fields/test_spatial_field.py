@@ -322,7 +322,6 @@ def test_saved_with_a_renderer(structure, tmp_path):
         {"box": [[0.0], [0.0]]},
         {"box": [[0.0] * 4, [1.0] * 4]},
         {"box": [[0.0], [math.inf]]},
-        {"box": "unit"},
         {"resolution": 0},
         {"structure": "full"},
         {"parameters": "last_layer"},

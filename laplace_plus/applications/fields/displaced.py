@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.errors import DataError
 from laplace_plus.network.batches import describe
 from laplace_plus.network.network import Network
 
@@ -37,14 +36,12 @@ class Grid:
     def of(cls, box: Any, resolution: int) -> Grid:
         """The grid of a box ``[2, d]``, d = 1, 2 or 3: its lower and upper corner; ConfigurationError for others."""
         checks.count("resolution", resolution)
-        try:
-            lower, upper = torch.as_tensor(box, dtype=torch.float64, device="cpu").tolist()
-            edges = list(zip(lower, upper, strict=True))
-        except (TypeError, ValueError, RuntimeError):
-            edges = []
-        if not 1 <= len(edges) <= 3 or not all(-math.inf < low < high < math.inf for low, high in edges):  # noqa: PLR2004
-            expected = "its lower and upper corner, [2, d], d = 1, 2 or 3, lower < upper"
-            raise ConfigurationError("This is no box.", expected=expected, got=repr(box))
+        corners = torch.as_tensor(box, dtype=torch.float64, device="cpu")
+        checks.shape("The box", corners, [2, None], "Give its lower and its upper corner.")
+        checks.number("The number of axes of the box", corners.shape[1], least=1, most=3)
+        for edge in corners.diff(dim=0)[0].tolist():
+            checks.positive("An edge of the box", edge)
+        lower, upper = corners.tolist()
         return cls(tuple(lower), tuple(upper), resolution)
 
     @property

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_gaussian
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import used_differently
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selection, refine, select, uses
@@ -34,6 +33,12 @@ from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, LowRankBlock
 from laplace_plus.structured.layout import Layout
+
+
+def require_gaussian(posterior: Any) -> None:
+    """UnsupportedError for anything but a Gaussian posterior."""
+    if not isinstance(posterior, GaussianPosterior):
+        raise UnsupportedError("This is no Gaussian posterior.", expected="such as lp.KFAC", got=repr(posterior))
 
 
 def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, Tensor] | Tensor) -> Tensor:

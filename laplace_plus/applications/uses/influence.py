@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_gaussian
+from laplace_plus.applications.uses.continual import require_gaussian
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.linearization import linearize

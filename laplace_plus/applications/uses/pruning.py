@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.applications.uses.checks import require_gaussian
 from laplace_plus.applications.uses.conditioning import Joint, Large, iterate_, parts
+from laplace_plus.applications.uses.continual import require_gaussian
 from laplace_plus.errors import DataError, SelectionError, UnsupportedError
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selected, refine, select, tied_names
