@@ -211,7 +211,6 @@ def test_the_marginal_likelihood_instead():
         {"weight_decay": 0.01, "fallback": "none"},
         {"weight_decay": 0.01, "kappa": 0.0},
         {"weight_decay": 0.01, "leverages": "kfac"},
-        {"weight_decay": 0.01, "interpolation": math.nan},
     ],
 )
 def test_unknown_choices(options):

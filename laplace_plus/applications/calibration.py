@@ -167,7 +167,6 @@ def calibrate(
     link: str | None = None,
     n_samples: int = 100,
     generator: torch.Generator | None = None,
-    interpolation: float = INTERPOLATION,
     fallback: Literal["raise", "marginal_likelihood"] = "raise",
     progress: bool = False,
 ) -> CalibratedPosterior:
@@ -193,7 +192,6 @@ def calibrate(
         link: For the tuning of s and for predictions; as for ``predictive``.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.
-        interpolation: The mean training loss, in nats, below which the network counts as interpolating; 0 for never.
         fallback: For networks that interpolate or have no weight decay: ``"raise"`` an error, or predict at the prior
             precision of largest ``"marginal_likelihood"``, with ``s = T = 1``.
         progress: Whether to show a progress bar.
@@ -244,7 +242,6 @@ def calibrate(
         return _scaled_by(posterior, data, method, progress=progress, **sampling)
     known = check_training_prior(training_prior_precision, weight_decay)
     checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
-    checks.number("interpolation", interpolation, least=0.0)
     link = posterior.likelihood.links[0] if link is None else link
     checks.choice("link", link, [name for name in posterior.likelihood.links if name != "bridge"])
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
@@ -259,7 +256,7 @@ def calibrate(
         report = CalibrationReport(rule=rule, training_nll=training_nll, kappa=float(kappa), **found)
         return CalibratedPosterior(own, temperature=temperature, covariance_scale=scale, link=link, report=report)
 
-    if not known or training_nll < interpolation:
+    if not known or training_nll < INTERPOLATION:
         if fallback == "marginal_likelihood":
             own.fit_prior_precision("marginal_likelihood")
             return result("marginal_likelihood", scale=1.0)
@@ -267,7 +264,7 @@ def calibrate(
         if not known:
             raise unknown_training_prior(fix)
         what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
-        expected = f"a mean training loss of at least {interpolation:.3g} nats"
+        expected = f"a mean training loss of at least {INTERPOLATION:.3g} nats"
         raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
     decay = seen.n_entries * (weight_decay or 0.0) / float(posterior.temperature)
     own.prior_precision = decay if training_prior_precision is None else training_prior_precision

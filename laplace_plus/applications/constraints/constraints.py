@@ -128,18 +128,17 @@ def asymmetry(
 
 
 class Sparse:
-    """The constraint ``θ[m] = 0``, where m are given entries, or the least salient ones on a schedule.
+    """The constraint ``θ[m] = 0``, where m are given entries, or the smallest weights on a schedule.
 
     The corrected gradient is γ θ on m and u off it. After t of T steps, the share ``s (1 − (1 − t/T)³)`` of weights is
     held, chosen anew every so many steps. With SGD they fall as ``(1 − lr γ)^t``; with Adam, γ of about 10 is needed.
     :func:`~laplace_plus.applications.constraints.project` makes them zero. An object belongs to one network.
 
     Args:
-        sparsity: s, in (0, 1]; or bool tensors by parameter name, True where weights shall be zero.
+        sparsity: s, in (0, 1], of the parameters with two and more axes; or bool tensors by parameter name, True where
+            weights shall be zero.
         steps: T, counted from the end of the warm-up; 0 holds all at once.
         every: Steps between choices; the last is at T.
-        eligible: Whether a parameter's entries count, by its name and value; by default those of two and more axes.
-        saliency: Scores by name from parameters by name; the smallest are held. By default ``|θ|``.
 
     Attributes:
         masks: Bool tensors by parameter name, True where weights are held; ``held`` is the share they were chosen for.
@@ -147,15 +146,7 @@ class Sparse:
     Sources: Roy, Hauberg and Krämer (2025), arXiv 2510.19634; Zhu and Gupta (2017), "To prune, or not to prune".
     """
 
-    def __init__(
-        self,
-        sparsity: float | Mapping[str, Tensor],
-        *,
-        steps: int = 0,
-        every: int = 100,
-        eligible: Callable[[str, Tensor], bool] = lambda _, value: value.ndim > 1,
-        saliency: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
-    ):
+    def __init__(self, sparsity: float | Mapping[str, Tensor], *, steps: int = 0, every: int = 100):
         checks.count("steps", steps, 0)
         checks.count("every", every, 1)
         self.masks = dict(sparsity) if isinstance(sparsity, Mapping) else {}
@@ -163,7 +154,6 @@ class Sparse:
         share = sum(a for a, _ in sizes) / sum(b for _, b in sizes) if isinstance(sparsity, Mapping) else sparsity
         checks.number("sparsity", share, above=0.0, most=1.0)
         self.sparsity, self.steps, self.every = share, steps, every
-        self._eligible, self._saliency = eligible, saliency
         self.held = share if self.masks else 0.0
 
     def share(self, number: int) -> float:
@@ -192,11 +182,9 @@ class Sparse:
         return Correction(violation, 0.0, 0, Status.CONVERGED)
 
     def choose(self, parameters: Mapping[str, Tensor], share: float) -> None:
-        """Hold a share of the eligible entries, those with the smallest scores; of equal ones the first."""
-        values = {name: p.detach() for name, p in parameters.items() if self._eligible(name, p)}
-        given = {name: p.abs() for name, p in values.items()} if self._saliency is None else self._saliency(values)
-        each = [checks.shape(f"The saliency of {name!r}", given.get(name), p.shape) for name, p in values.items()]
-        scores = torch.cat([own.detach().flatten().float() for own in each])
+        """Hold a share of the entries of parameters with two and more axes, the smallest; of equal ones the first."""
+        values = {name: p.detach() for name, p in parameters.items() if p.ndim > 1}
+        scores = torch.cat([own.abs().flatten().float() for own in values.values()])
         if count := round(share * len(scores)):
             limit = torch.kthvalue(scores, count).values
             held = scores < limit
