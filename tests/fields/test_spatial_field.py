@@ -282,7 +282,7 @@ def test_compositing():
     logs = (weights * u.log10()).sum(1) + rest * least.log10()
     torch.testing.assert_close(posterior.render_uncertainty(weights, rays), 10**logs)
     for bad in (weights[:, :4], -weights, 10 * weights, weights * torch.nan):
-        with pytest.raises(lp.errors.DataError, match="no weights"):
+        with pytest.raises(lp.errors.ConfigurationError, match="weights"):
             posterior.render_uncertainty(bad, rays)
 
 

@@ -17,7 +17,7 @@ from laplace_plus.curvature import Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.categorical import independent_variances
-from laplace_plus.network.batches import Batch, batch_size, describe
+from laplace_plus.network.batches import Batch, batch_size
 from laplace_plus.network.network import Network, refuse_unsuitable
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -255,17 +255,15 @@ class SpatialField(GaussianPosterior):
             x: The samples' positions ``[..., S, d]``; the result is ``[...]``.
 
         Raises:
-            DataError: Weights that do not fit the points, are negative, or sum to more than 1.
+            ConfigurationError: Weights that do not fit the points, are negative, or sum to more than 1.
         """
         u = self.std(x)
-        fits = isinstance(weights, Tensor) and weights.shape == u.shape and u.ndim > 0
-        weights = weights.detach().to(u) if fits else u.new_full((1,), -1)
-        rest = 1 - weights.sum(-1, keepdim=True)
-        if not bool((weights >= 0).all() and (rest >= -1e-3).all()):  # so that NaN fails too
-            expected = f"numbers {list(u.shape)} of at least 0, with a sum along the last axis of at most 1"
-            raise DataError("These are no weights of the samples.", expected=expected, got=describe(weights))
+        weights = checks.shape("weights", weights, u.shape).detach().to(u)
+        total = weights.sum(-1)
+        checks.number("The least of the weights", float(weights.min()), least=0.0)
+        checks.number("The largest sum of weights", float(total.max()), most=1.001)
         least = self._least(self._vertex_covariance()[:-1]).min()
-        return 10 ** ((weights * u.log10()).sum(-1) + rest.clamp_min(0)[..., 0] * least.log10())
+        return 10 ** ((weights * u.log10()).sum(-1) + (1 - total).clamp_min(0) * least.log10())
 
     @full_precision
     def mask(self, threshold: float, x: Tensor | None = None) -> Tensor:
