@@ -53,14 +53,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: The command line after the program's name; by default that of this process.
-
-    Returns:
-        0, or 2 after an error, with a message on standard error.
-    """
+    """Run one command, by default that of this process; 0, or 2 after an error, with a message on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given and given[0] in COMMANDS else ""
     if command and len(given) > 1 and not given[1].startswith("-"):

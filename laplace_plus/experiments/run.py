@@ -53,12 +53,6 @@ TITLES = {
 
 _DISTRIBUTIONS = ("torch", "numpy", "scipy", "curvlinops-for-pytorch", "backpack-for-pytorch", "scikit-learn")
 
-_BINS = 15
-"""Bins of the reliability diagram: as many as the expected calibration error of the table has."""
-
-Repeats = Sequence[Mapping[str, Outcome]]
-"""The outcomes by label, once for each seed."""
-
 Say = Callable[[str], None]
 """Prints a line for the user."""
 
@@ -168,14 +162,20 @@ def save_posteriors(output: Path, outcomes: Mapping[str, Outcome], *, say: Say) 
 
 
 def write_report(
-    settings: Any, model: nn.Module, repeats: Repeats, facts: Mapping[str, Any], started: float, *, say: Say
+    settings: Any,
+    model: nn.Module,
+    repeats: Sequence[Mapping[str, Outcome]],
+    facts: Mapping[str, Any],
+    started: float,
+    *,
+    say: Say,
 ) -> None:
     """Write metrics.json and pictures, over those of earlier runs; print a table.
 
     For classes, reliability.png. For numbers, coverage.png, and prediction.png where one number is predicted from one.
 
-    ``model`` is the first repeat's network, ``facts`` is what metrics.json also holds, and ``started`` is
-    `time.perf_counter()` at the start.
+    ``model`` is the first repeat's network, ``repeats`` are outcomes by label, ``facts`` is what metrics.json also
+    holds, and ``started`` is `time.perf_counter()` at the start.
     """
     output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
@@ -186,7 +186,8 @@ def write_report(
             label: (torch.cat([one.probabilities for one in own]), torch.cat([one.targets for one in own]))
             for label, own in each.items()
         }
-        plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
+        diagram = plotting.reliability_diagram(pooled, n_bins=15)  # as the expected calibration error of the table
+        diagram.savefig(output / "reliability.png", dpi=150)
     else:
         moments = {label: (one.mean, one.variance, one.targets) for label, one in predictions.items()}
         plotting.coverage_diagram(moments).savefig(output / "coverage.png", dpi=150)
