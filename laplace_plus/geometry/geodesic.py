@@ -174,11 +174,6 @@ class GeodesicResult:
     n_creases: Tensor
     path: Tensor
 
-    @property
-    def arrived(self) -> Tensor:
-        """Which geodesics reached their end, ``[k]`` bool."""
-        return self.statuses == PathStatus.ARRIVED
-
 
 def geodesic(
     landscape: Surface,

@@ -42,8 +42,7 @@ from laplace_plus.likelihoods.base import (
     widen,
 )
 from laplace_plus.likelihoods.elementwise import refuse_targets
-from laplace_plus.likelihoods.normal import is_full
-from laplace_plus.likelihoods.sampling import draw_by
+from laplace_plus.likelihoods.sampling import draw_by, is_full
 
 _REACH = 5.5
 """How many deviations of a logit the integrals of the link ``"gumbel"`` reach."""

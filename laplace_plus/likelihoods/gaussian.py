@@ -16,8 +16,7 @@ from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, variance_of
 from laplace_plus.likelihoods.elementwise import Elementwise
-from laplace_plus.likelihoods.normal import independent_information, is_full, noisy_normal
-from laplace_plus.likelihoods.sampling import standard_normal
+from laplace_plus.likelihoods.sampling import cholesky, is_full, standard_normal
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -314,6 +313,31 @@ class StudentTNoise(RealTargets):
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
         """UnsupportedError: torch has no multivariate Student-t distribution."""
         raise UnsupportedError("Student-t noise has no joint density here.", expected="joint=False", got="joint=True")
+
+
+def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Marginal:
+    """``N(mean, covariance + diag(noise_variance))`` for ``mean [..., C]`` and variances or a full covariance.
+
+    The mutual information of noisy and noiseless values is ``½ log det(I + D⁻¹ covariance D⁻¹)`` in nats ``[...]``,
+    with ``D² = diag(noise_variance)``.
+    """
+    variance = variance_of(mean, covariance)
+    total = variance + noise_variance
+    every = mean, total, Normal(mean, total.sqrt(), validate_args=False), variance, noise_variance
+    # torch's multivariate normal cannot evaluate an empty batch.
+    if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
+        return Marginal(*every, information=independent_information(variance, noise_variance))
+    deviation = noise_variance.sqrt()
+    # In units of the noise the matrix is at least the identity, however small the noise.
+    identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+    root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
+    together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
+    return Marginal(*every, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0))
+
+
+def independent_information(variance: Tensor, noise_variance: Tensor) -> Tensor:
+    """Mutual information ``[...]`` of noisy and noiseless values ``[..., C]`` that are independent, in nats."""
+    return 0.5 * torch.log1p(variance / noise_variance).sum(-1)
 
 
 def _checked_noise(noise_std: float | Tensor, count: int | None = None) -> Tensor:

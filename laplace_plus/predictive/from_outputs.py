@@ -13,7 +13,7 @@ from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, unknown_option
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import widen
-from laplace_plus.likelihoods.normal import is_full
+from laplace_plus.likelihoods.sampling import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
 

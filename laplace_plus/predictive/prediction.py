@@ -20,8 +20,7 @@ from torch.distributions import Distribution, MixtureSameFamily, Normal, Student
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
-from laplace_plus.likelihoods.normal import draw
-from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.likelihoods.sampling import draw, draw_seed
 from laplace_plus.linalg.estimates import jackknife, standard_error
 
 _MAX_ENTROPY_DRAWS = 128

@@ -13,7 +13,7 @@ from problems import generator, normal
 from laplace_plus.errors import (
     NotPositiveDefiniteError,
 )
-from laplace_plus.likelihoods.normal import cholesky, draw
+from laplace_plus.likelihoods.sampling import cholesky, draw
 
 
 @settings(max_examples=25, deadline=None)
