@@ -101,7 +101,7 @@ class LowRank(GaussianPosterior):
         assert isinstance(block, LowRankBlock)
         diagonal = model.diagonals(self._prior_precision)[layout.key].to(weights)
         value, sem, change = block.remainder(weights, diagonal)
-        probes, depth = len(block.rest), block.rest.depth
+        probes, depth = len(block.rest), block.rest.nodes.shape[2]
         rounding = torch.finfo(block.vectors.dtype).eps ** 0.5 * value.abs()
         settled = change <= (torch.maximum(sem, rounding) if probes > 1 else rounding)
         return Estimate(value, sem, probes * depth, bool(settled), probes, depth)

@@ -84,13 +84,9 @@ class Factor(ABC):
 
     basis: CoordinateMap
 
-    def quadratic(self, gradients: ExampleGradients, mode: str) -> Tensor:
-        """``P M⁻¹ P'`` for gradients; mode as in :meth:`ExampleGradients.quadratic`."""
-        return self.quadratic_form(self.basis.coordinates(gradients), mode)
-
     @abstractmethod
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
-        """:meth:`quadratic` for gradients in coordinates of :attr:`basis`."""
+        """``P M⁻¹ P'`` for gradients in coordinates of :attr:`basis`; mode as in :meth:`ExampleGradients.quadratic`."""
 
     @abstractmethod
     def log_determinant(self) -> Tensor:
@@ -131,14 +127,12 @@ def add_draws_(
     size = max(1, shape.numel())
     tile = min(n, max(1, TILE // size))
     at_once = min(n, max(1, min(_AT_ONCE, 256 * MIB // (8 * size)) // tile) * tile)  # few float64 arrays of 256 MiB
+    source = result.device if generator is None else generator.device
     noise = torch.empty(at_once, *shape, dtype=result.dtype, device=result.device)
     for start in range(0, n, at_once):
         drawn = noise[: min(at_once, n - start)]
         for part in drawn.split(tile):
-            if generator is not None and generator.device != result.device:
-                part.copy_(torch.randn(part.shape, dtype=part.dtype, device=generator.device, generator=generator))
-            else:
-                part.normal_(generator=generator)
+            part.copy_(torch.randn(part.shape, dtype=part.dtype, device=source, generator=generator))
         parameter_slices.add_(result[start : start + len(drawn)], factor.sample(drawn))
 
 

@@ -14,14 +14,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import ExampleGradients
-from laplace_plus.structured.gram_sum import (
-    DiagonalSum,
-    EigenPairs,
-    GramSum,
-    LimitedSum,
-    Reflections,
-    combine,
-)
+from laplace_plus.structured.gram_sum import DiagonalSum, EigenPairs, GramSum, LimitedSum, Reflections, combine
 from laplace_plus.structured.log_determinants import log_determinant
 
 
@@ -144,11 +137,7 @@ class KroneckerBlock(EigenBlock):
         for total, part in zip(self.left_sums, parts, strict=True):
             left = part.expand_left(part.raw_left)  # [V, B, S, G, o]
             left = left.sum(2, keepdim=True, dtype=total.dtype) if summed else left
-            if left.stride(-1) != 1 and left.shape[2] > 1:
-                # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
-                total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
-            else:
-                total.add_rows(left.flatten(0, 2).movedim(1, 0))
+            total.add_rows(left.flatten(0, 2).movedim(1, 0))
 
     @override
     def add_(self, other: Block) -> None:

@@ -63,11 +63,6 @@ class SampledSpectrum:
         """Number of random vectors."""
         return self.nodes.shape[1]
 
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.nodes.shape[2]
-
     def trace(self, f: Callable[[Tensor], Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
         """``tr f(H)`` for H ``[n, n]``, differentiable in what f depends on; m must be positive.
 

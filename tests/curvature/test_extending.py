@@ -11,13 +11,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import laplace_plus as lp
-from laplace_plus.curvature import (
-    Layout,
-    LinearCall,
-    Structure,
-    register_block,
-    register_rule,
-)
+from laplace_plus.curvature import Layout, LinearCall, Structure, register_block, register_rule
 from laplace_plus.errors import CheckpointError, ConfigurationError, InputError
 from laplace_plus.structured import DenseBlock
 
@@ -109,11 +103,6 @@ def test_structures_of_other_packages(cls, tmp_path):
 def rows_of(model, x):
     for value in model(x).flatten():
         yield torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
-
-
-def test_a_block_has_a_storage_kind_of_its_own():
-    with pytest.raises(ConfigurationError, match="storage kind of its own"):
-        register_block(type("Other", (DenseBlock,), {}))
 
 
 def test_a_block_of_an_unknown_kind_is_named(tmp_path, monkeypatch):

@@ -37,9 +37,7 @@ from laplace_plus.curvature.operators import (
     HessianOperator,
     JacobianOperator,
 )
-from laplace_plus.errors import (
-    UnsupportedError,
-)
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.linalg import eigsh
 from laplace_plus.network.network import Network

@@ -25,12 +25,7 @@ from torch.autograd import gradcheck
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_plus as lp
-from laplace_plus.curvature.operators import (
-    FisherOperator,
-    GGNOperator,
-    HessianOperator,
-    JacobianOperator,
-)
+from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator, JacobianOperator
 from laplace_plus.errors import (
     ConfigurationError,
     DataError,

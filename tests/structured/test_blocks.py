@@ -83,7 +83,8 @@ def test_factor_inverts(name, components, anisotropic):
     gradients = torch.randn(2, 3, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     flat = gradients.flatten(3)
     expected = torch.einsum("vbgn,gnm,wbgm->bvw", flat, inverse, flat)
-    torch.testing.assert_close(factor.quadratic(DenseGradients(gradients), "full"), expected)
+    coordinates = factor.basis.coordinates(DenseGradients(gradients))
+    torch.testing.assert_close(factor.quadratic_form(coordinates, "full"), expected)
     noise = torch.eye(GROUPS * N, dtype=torch.float64).view(GROUPS * N, *SHAPE)
     roots = factor.sample(noise).flatten(1)  # the images of unit vectors are the columns of a root of the inverse
     torch.testing.assert_close(roots.T @ roots, torch.block_diag(*inverse))

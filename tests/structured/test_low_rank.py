@@ -69,11 +69,12 @@ def test_quadratic_forms_are_the_dense_ones(rank, positions, diagonal):
     stack = JoinedGradients([(gradients, ParameterSlices(order.view(gradients.shape)))], N)
     rows = stack.dense(slice(None)).flatten(2)
     factor, inverse = low_rank.factor(WEIGHT, diagonal), matrix(low_rank, diagonal).inverse()
+    coordinates = factor.basis.coordinates(stack)
     joint = torch.einsum("vbi,ij,wcj->bvcw", rows, inverse, rows)
     own = torch.einsum("bvbw->bvw", joint)
-    torch.testing.assert_close(factor.quadratic(stack, "joint"), joint)
-    torch.testing.assert_close(factor.quadratic(stack, "full"), own)
-    torch.testing.assert_close(factor.quadratic(stack, "diagonal"), own.diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(factor.quadratic_form(coordinates, "joint"), joint)
+    torch.testing.assert_close(factor.quadratic_form(coordinates, "full"), own)
+    torch.testing.assert_close(factor.quadratic_form(coordinates, "diagonal"), own.diagonal(dim1=1, dim2=2))
 
 
 def test_variances_survive_single_precision():
@@ -84,7 +85,8 @@ def test_variances_survive_single_precision():
     gradients = OuterGradients(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1))
     stack = JoinedGradients([(gradients, ParameterSlices(torch.arange(N).view(gradients.shape)))], N)
     one = torch.ones(1, dtype=torch.float64)
-    got = low_rank.factor(one, torch.ones((), dtype=torch.float64)).quadratic(stack, "diagonal")
+    factor = low_rank.factor(one, torch.ones((), dtype=torch.float64))
+    got = factor.quadratic_form(factor.basis.coordinates(stack), "diagonal")
     wide = low_rank.vectors.double()
     dense = (wide.T * values) @ wide + torch.eye(N, dtype=torch.float64)
     torch.testing.assert_close(got[0, 0], wide[0] @ dense.inverse() @ wide[0], rtol=1e-6, atol=0)
@@ -128,7 +130,8 @@ def test_a_sampled_spectrum_is_the_quadrature_of_its_vectors():
     squares = ((vectors @ basis).square() * logarithm(values.clamp(min=0)).square()).sum(1).mean()
     torch.testing.assert_close(sem, ((squares - value.square() / N) / 2).sqrt())  # of four vectors
     assert change > 1e-3 * value, "fewer steps are not enough"
-    shallow = spectrum_of(lanczos(lambda v: v @ curvature, vectors, found.depth - found.depth // 4))
+    depth = found.nodes.shape[2]
+    shallow = spectrum_of(lanczos(lambda v: v @ curvature, vectors, depth - depth // 4))
     torch.testing.assert_close(change, (value - shallow.trace(logarithm, N)[0]).abs())
     one = spectrum_of(lanczos(lambda v: v @ curvature, vectors, 1))
     assert one.trace(logarithm, N)[2] == one.trace(logarithm, N)[0], "one step says nothing of the next"
