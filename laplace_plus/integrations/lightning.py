@@ -142,4 +142,4 @@ def load_posterior(path: str | Path, module: LightningModule) -> Any:
 
 
 def _restored(entry: dict[str, Any], module: LightningModule) -> Any:
-    return load_state_dict(entry["state"], module.get_submodule(entry["network"]))
+    return load_state_dict(entry.get("state", {}), module.get_submodule(entry["network"]))

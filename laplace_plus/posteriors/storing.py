@@ -178,6 +178,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
 
 def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: Any = None) -> Any:
     """The posterior of a :func:`state_dict`, on its network; arguments and errors as of :func:`load`."""
+    if not isinstance(state, Mapping) or not state.keys() >= {"header", "tensors"}:
+        what, fix = "This is no state of a posterior.", "Fit a posterior again to what another version saved."
+        raise CheckpointError(what, expected="what lp.state_dict(posterior) gave", got=type(state).__name__, fix=fix)
     header, tensors = state["header"], state["tensors"]
     require_same_weights(header["network"], unwrap(model))
     given = {name: decode(header[name], tensors) for name in ("parameters", "prior_mean", "temperature")}

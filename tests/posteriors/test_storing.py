@@ -123,6 +123,12 @@ def own_density(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -(outputs - targets).square().sum(-1)
 
 
+def test_something_else_is_no_state_of_a_posterior() -> None:
+    model = network()
+    with pytest.raises(CheckpointError, match="no state of a posterior"):
+        lp.load_state_dict(model.state_dict(), model)
+
+
 def test_a_likelihood_is_given_where_it_is_not_stored(tmp_path: Path) -> None:
     net, ((x, _),) = network(), data(5)
     targets = torch.ones(5, 3, dtype=torch.float64)
