@@ -273,13 +273,7 @@ class GaussianPosterior(Posterior):
         if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
             if scale != 1:
                 checks.positive("covariance_scale", scale)
-            model, found = self.laplace_model(), dict[str, Factor]()
-            vector = model.vector
-            weights = (model.own_weights / (temperature.detach() * scale).to(vector.device)).to(vector)
-            precision = (precision.detach() / scale).to(vector.device, torch.float64).squeeze()
-            diagonals = model.diagonals(precision) if precision.ndim else {}
-            for layout, block in model.curvature.blocks:
-                found[layout.key] = block.factor(weights, diagonals.get(layout.key, precision).to(vector))
+            found = self.laplace_model().factors(precision.detach() / scale, temperature.detach() * scale)
             self._factor_cache = key, found
         return self._factor_cache[1]
 
