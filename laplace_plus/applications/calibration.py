@@ -36,10 +36,9 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning, Unsuppor
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.network.network import exact_arithmetic, full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Posterior
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs

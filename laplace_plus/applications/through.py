@@ -15,9 +15,8 @@ from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
 from laplace_plus.network import batches
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.posteriors import Posterior
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import FunctionalPosterior, output_indices
 

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from laplace_plus.checks import PRODUCTS
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.network import batches
 from laplace_plus.network.differentiability import eager
@@ -27,6 +28,8 @@ _SMALL = 100_000
 
 _TOGETHER = 16
 """So many: more are no faster, and take their activations' memory."""
+
+M = TypeVar("M", bound=Callable[..., Any])
 
 _AMBIENT: ContextVar[tuple[bool, torch.dtype] | None] = ContextVar("ambient_autocast", default=None)
 """The caller's autocast while a public method runs; None outside."""
@@ -44,16 +47,29 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
     kind = network.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     low = dtype if enabled else network.tensor(network.parameter_names[0]).dtype
-    token, products = _AMBIENT.set((enabled, dtype)), PRODUCTS.get()
-    PRODUCTS.set(torch.finfo(low).eps if low.itemsize == 2 else 0.0)  # noqa: PLR2004
+    token, products = _AMBIENT.set((enabled, dtype)), checks.PRODUCTS.get()
+    checks.PRODUCTS.set(torch.finfo(low).eps if low.itemsize == 2 else 0.0)  # noqa: PLR2004
     no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
     plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     try:
         with plain, no_autocast:
             yield
     finally:
-        PRODUCTS.set(products)
+        checks.PRODUCTS.set(products)
         _AMBIENT.reset(token)
+
+
+def full_precision(method: M) -> M:
+    """Run a public method outside of the caller's autocast and inference mode, which only the network's pass sees."""
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
+        if keywords.get("generator") is not None:
+            checks.generator(keywords["generator"])
+        with exact_arithmetic(self.network):
+            return method(self, *args, **keywords)
+
+    return cast(M, wrapped)
 
 
 def ambient_autocast() -> tuple[bool, torch.dtype] | None:

@@ -24,11 +24,12 @@ from laplace_plus.errors import NoGainWarning, SelectionError, UnsupportedError,
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator, standard_normal
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import mean_loss
+from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import Selection
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import full_precision, zero_curvature
+from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation
 

@@ -40,11 +40,11 @@ from laplace_plus.errors import (
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network.batches import Batch, iterate, signature_of
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import Selection
 from laplace_plus.persistence import decode, encode
 from laplace_plus.posteriors.predicting import Predicting, changed
-from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, recording
+from laplace_plus.posteriors.public import Summary, describe_groups, positive, recording
 from laplace_plus.posteriors.state import TrainingData
 from laplace_plus.posteriors.storing import save
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter

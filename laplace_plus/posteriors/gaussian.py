@@ -25,9 +25,10 @@ from laplace_plus.errors import (
 )
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.network.linearization import jvp
+from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import Summary, describe_groups, full_precision, positive, zero_curvature
+from laplace_plus.posteriors.public import Summary, describe_groups, positive, zero_curvature
 from laplace_plus.posteriors.state import GaussianState, require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, pick
 from laplace_plus.structured import Factor, KroneckerBlock

@@ -25,9 +25,9 @@ from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import settle, whole_layout
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
-from laplace_plus.posteriors.public import full_precision, require_one_noise
+from laplace_plus.posteriors.public import require_one_noise
 from laplace_plus.posteriors.state import GaussianState, require_restartable
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
 

@@ -27,8 +27,7 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of, to_device
 from laplace_plus.network.linearization import jvp
-from laplace_plus.network.network import Network, exact_arithmetic
-from laplace_plus.posteriors.public import full_precision
+from laplace_plus.network.network import Network, exact_arithmetic, full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.from_outputs import stacked
 from laplace_plus.predictive.linearized import (

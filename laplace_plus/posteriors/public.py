@@ -1,4 +1,4 @@
-"""What wraps constructors and public methods of posteriors, and what they tell."""
+"""What wraps constructors of posteriors, and what posteriors tell."""
 
 from __future__ import annotations
 
@@ -11,25 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError, unknown_option
-from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.priors import as_hyperparameter
 
 M = TypeVar("M", bound=Callable[..., Any])
-
-
-def full_precision(method: M) -> M:
-    """Run a public method outside of the caller's autocast and inference mode, which only the network's pass sees."""
-
-    @wraps(method)
-    def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
-        if keywords.get("generator") is not None:
-            checks.generator(keywords["generator"])
-        with exact_arithmetic(self.network):
-            return method(self, *args, **keywords)
-
-    return cast(M, wrapped)
 
 
 def recording(constructor: M, common: Callable[..., Any]) -> M:

@@ -29,11 +29,11 @@ from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import draw_probes
 from laplace_plus.network.linearization import Linearization
+from laplace_plus.network.network import full_precision
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import State, require_restartable, require_same_data, survey
 from laplace_plus.posteriors.storing import get_posterior, name_of, resolve_option
 from laplace_plus.tuning import Tuner, TuningResult, laplace

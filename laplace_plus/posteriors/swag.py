@@ -31,11 +31,10 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed, global_randomness, standard_normal
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import mean_loss
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import refine
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import State, require_restartable, survey
 
 _LEAST = 1e-30

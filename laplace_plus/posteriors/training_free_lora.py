@@ -22,10 +22,10 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SelectionError, warn
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
+from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import Selection, adapter_pairs
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
 
 _DEAD = 1e-6

@@ -18,10 +18,9 @@ from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size
-from laplace_plus.network.network import Network, refuse_unsuitable
+from laplace_plus.network.network import Network, full_precision, refuse_unsuitable
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
 from laplace_plus.structured import DenseBlock, DiagonalBlock

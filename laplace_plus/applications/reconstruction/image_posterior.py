@@ -18,9 +18,8 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.applications.reconstruction.filters import FilterCovariance, Filters
 from laplace_plus.linalg import Operator
 from laplace_plus.network.batches import call, describe, output_tensor
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import Selection
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.tangent_model import batch_jacobian
 

@@ -29,10 +29,11 @@ from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator
 from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.network.gradients import loss_gradient
+from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, train
-from laplace_plus.posteriors.public import full_precision, zero_curvature
+from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning import Tuner, Validation

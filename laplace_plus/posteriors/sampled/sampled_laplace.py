@@ -35,10 +35,11 @@ from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.estimates import draw_probes
+from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.predicting import SampleBased
-from laplace_plus.posteriors.public import full_precision, require_one_noise, zero_curvature
+from laplace_plus.posteriors.public import require_one_noise, zero_curvature
 from laplace_plus.posteriors.sampled.systems import (
     SOLVERS,
     Draws,

@@ -20,12 +20,12 @@ from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.network.batches import Batch, DataSums
 from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.gradients import Gradients, output_layer_inputs
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import Selection, layer_of, tied_names, uses
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import MANY_LEVELS
-from laplace_plus.posteriors.public import full_precision, zero_curvature
+from laplace_plus.posteriors.public import zero_curvature
 from laplace_plus.posteriors.state import State, require_same_data
 from laplace_plus.posteriors.variational_last_layer.bounds import (
     Bound,

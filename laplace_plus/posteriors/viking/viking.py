@@ -19,10 +19,9 @@ from laplace_plus.geometry.loss import MovedNetwork, warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.network.network import Network
+from laplace_plus.network.network import Network, full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection import NoiseState, ProjectedNoisePosterior, Rows
-from laplace_plus.posteriors.public import full_precision
 from laplace_plus.posteriors.state import of_state, require_restartable, require_same_data, survey
 from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, ELBOTraining, Expectation, MeanTraining
