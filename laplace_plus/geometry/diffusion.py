@@ -35,7 +35,7 @@ from laplace_plus.linalg.operators import Operator
 
 Kind = Literal["image", "kernel", "full"]
 Scheme = Literal["euler_ito", "heun"]
-Backend = Literal["auto", "lanczos", "svd"]
+Backend = Literal["auto", "lanczos", "svd", "lsmr"]
 
 _WRITTEN_OUT = 2**24
 """Entries up to which a root of G is written out and decomposed: 128 MiB in float64."""
@@ -51,13 +51,13 @@ class Diffusion:
         n_steps: T; a step's length is 1/T.
         rank: Largest number of directions in which G is resolved by Lanczos' method. What it leaves out gets no noise
             from ``"image"``, and the full noise of the prior from the other two kinds.
-        backend: How G is decomposed: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; or ``"auto"``,
-            the one that suits the size.
+        backend: How G is decomposed: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; ``"auto"``, the
+            one of these two that suits the size; or, for ``"kernel"`` only, ``"lsmr"``, which leaves nothing out.
         rtol: Eigenvalues of at most this fraction of the largest count as zero; 1e-10 in float64 and 1e-5 in float32
             by default.
 
     Raises:
-        ConfigurationError: Unknown names, or numbers out of range.
+        ConfigurationError: Unknown names, numbers out of range, or a projection where eigenvalues are needed.
     """
 
     kind: Kind = "image"
@@ -75,6 +75,9 @@ class Diffusion:
         checks.count("rank", self.rank, 1)
         if self.rtol is not None:
             checks.number("rtol", self.rtol, least=0.0, most=1.0)
+        if self.backend == "lsmr" and self.kind != "kernel":
+            what, expected = "A projection gives no eigenvalues.", 'kind="kernel", or backend="lanczos" or "svd"'
+            raise ConfigurationError(what, expected=expected, got=f"kind={self.kind!r} with backend={self.backend!r}")
 
 
 class NoiseField:
@@ -102,6 +105,10 @@ class NoiseField:
 
     def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
         """The displacement in unit time for standard normal ``noise [..., P]`` at ``point [P]``, ``[..., P]``."""
+        if self._options.backend == "lsmr":
+            root = self._landscape.ggn(point).root() @ linalg.Diagonal(self._unit)
+            projector = linalg.LSMRProjection().prepare(root, list)
+            return projector.project(noise.view(-1, len(point))).value.view(noise.shape) * self._unit
         values, vectors = self.spectrum(point)
         parts = noise @ vectors.mT
         result = torch.zeros_like(noise) if self._options.kind == "image" else noise - parts @ vectors

@@ -152,6 +152,15 @@ def test_ito_leaves_the_fiber_by_the_known_amount():
         torch.testing.assert_close(change, torch.tensor((n - 1) / (2 * alpha * steps), dtype=DTYPE))
 
 
+def test_projections_are_kernel_steps():
+    landscape, _ = curved("classification", 3)
+    noise = random(3, len(landscape.vector), seed=3)
+    point = landscape.vector + 0.1
+    found = NoiseField(landscape, Diffusion(kind="kernel", backend="lsmr")).displacement(point, noise)
+    expected = NoiseField(landscape, Diffusion(kind="kernel", backend="svd")).displacement(point, noise)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 class Sphere:
     """The same kernel, written out."""
 
@@ -254,6 +263,7 @@ def test_overflowing_networks_are_marked():
         {"kind": "both"},
         {"scheme": "milstein"},
         {"n_steps": 0},
+        {"kind": "image", "backend": "lsmr"},
         {"rank": 1.5},
         {"backend": "qr"},
         {"rtol": 1.5},
