@@ -98,25 +98,25 @@ def test_files_are_short():
 
 BUDGETS = {
     # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
-    "applications": 6185,
-    "cli": 108,
-    "curvature": 1674,
-    "distributed": 170,
-    "experiments": 944,
-    "geometry": 1544,
-    "integrations": 1591,
-    "kernels": 1266,
-    "likelihoods": 1782,
-    "linalg": 4303,
-    "network": 3256,
-    "persistence": 256,
-    "posteriors": 8451,
-    "predictive": 1013,
-    "structured": 3417,
-    "testing": 272,
-    "tuning": 3581,
+    "applications": 5482,
+    "cli": 88,
+    "curvature": 1546,
+    "distributed": 159,
+    "experiments": 897,
+    "geometry": 1420,
+    "integrations": 1482,
+    "kernels": 1178,
+    "likelihoods": 1617,
+    "linalg": 3814,
+    "network": 3209,
+    "persistence": 250,
+    "posteriors": 7266,
+    "predictive": 948,
+    "structured": 2967,
+    "testing": 262,
+    "tuning": 3427,
 }
-REST = 1005
+REST = 873
 """Lines of the files at the top: errors, checks, priors, metrics."""
 
 APART = ("cli", "experiments", "integrations")
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_818
-    assert sum(n for part, n in lines.items() if part not in APART) <= 38_175
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12436
-    assert size.raises_of(size.FILES) <= 425
+    assert sum(lines.values()) <= 36_885
+    assert sum(n for part, n in lines.items() if part not in APART) <= 34_418
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12_237
+    assert size.raises_of(size.FILES) <= 362
     assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 37_300
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 35_400
 
 
 def test_types_are_right():
