@@ -66,7 +66,7 @@ def solves(operator: Counted, tolerance: float) -> dict[str, Solve]:
     start, block = random.standard_normal(operator.n), random.standard_normal((operator.n, PAIRS))
 
     def ours() -> Pairs:
-        options: dict[str, Any] = {"tolerance": tolerance, "subspace": KEPT, "dtype": torch.float64}
+        options: dict[str, Any] = {"tolerance": tolerance, "subspace": KEPT}
         options["generator"] = torch.Generator().manual_seed(0)
         pairs = eigsh(operator.times, operator.n, PAIRS, **options)
         return pairs.values.numpy(), pairs.vectors.numpy()

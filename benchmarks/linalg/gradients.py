@@ -140,8 +140,7 @@ def calls(problem: KernelProblem | NetworkProblem, depth: int) -> dict[str, Call
 
     def krylov() -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        given, n, dtype = {"probes": PROBES, "depth": depth}, problem.n, problem.probes.dtype
-        return slq_logdet(problem, n, generator=generator, dtype=dtype, **given).value
+        return slq_logdet(problem, problem.n, probes=PROBES, depth=depth, generator=generator).value
 
     def adjoint() -> Tensor:
         values, rotation = torch.linalg.eigh(lanczos(problem, problem.probes, depth).tridiagonal().double())

@@ -9,8 +9,8 @@ Common arguments:
 
 * ``parameters``: The tensors to differentiate in, where they cannot be found from the operator or are not leaves of
   the autograd graph of a product.
-* ``dtype``, ``device``: Type and device of random vectors; by default those of an :class:`Operator`, or of the first
-  tensor in a function's closure. Half precision is used for products only: recurrences run in float32.
+* ``dtype``, ``device``: Type and device of random vectors; by default those of the operator's tensors. Half precision
+  is used for products only: recurrences run in float32.
 * ``generator``: Source of the randomness; torch's global generator by default.
 
 Estimates come as an :class:`Estimate` with a standard error, solutions as a :class:`Solution` with a residual and a

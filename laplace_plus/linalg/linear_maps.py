@@ -9,9 +9,11 @@ multiplies again.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -188,9 +190,7 @@ def checked_product(
         if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
             raise
         expected = f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}"
-        fix = (
-            "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, give vectors of its type, or dtype=."
-        )
+        fix = "Write it as v @ A.T rather than A @ v, wrap a matrix in linalg.Dense, and give vectors of its type."
         what, got = f"The {name} failed: {error}", type(error).__name__
         raise OperatorError(what, expected=expected, got=got, fix=fix) from error
     is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim
@@ -341,17 +341,37 @@ def as_operator(
 def number_type(
     matvec: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[torch.dtype, torch.device]:
-    """The real type and the device of random vectors.
+    """The real type and the device in which to draw random vectors for an operator.
 
-    By default those of the operator, of the first floating-point tensor in a function's closure, or torch's defaults.
+    By default those of the operator, of the first floating-point tensor, module or operator that the callable refers
+    to, or torch's defaults.
     """
-    seen = [matvec, *(cell.cell_contents for cell in getattr(matvec, "__closure__", None) or ())]
-    known = [x for x in seen if isinstance(x, Operator) or (isinstance(x, Tensor) and x.is_floating_point())]
-    dtype = (known[0].dtype if known else torch.get_default_dtype()) if dtype is None else dtype
-    device = (known[0].device if known else torch.get_default_device()) if device is None else device
+    found = _first_tensor(matvec, 2) if dtype is None or device is None else None
+    dtype = getattr(found, "dtype", torch.get_default_dtype()) if dtype is None else dtype
+    device = getattr(found, "device", torch.get_default_device()) if device is None else device
     if not dtype.is_floating_point:  # integers would be rounded, silently
         raise ConfigurationError("Vectors need a real floating-point type.", expected="such a dtype", got=str(dtype))
     return dtype, torch.device(device)
+
+
+def _first_tensor(thing: Any, levels: int) -> Any:
+    """An object with the ``dtype`` and ``device`` that a callable works in, searched in its closure and attributes."""
+    if isinstance(thing, Operator) or (isinstance(thing, Tensor) and thing.is_floating_point()):
+        return thing
+    if isinstance(thing, torch.nn.Module):
+        return next((x for x in thing.parameters() if x.is_floating_point()), None)
+    inside: list[Any] = []
+    if not levels or isinstance(thing, ModuleType | Tensor):
+        return None
+    if inspect.ismethod(thing):
+        inside = [thing.__self__, thing.__func__]
+    elif inspect.isfunction(thing):
+        names = inspect.getclosurevars(thing)
+        inside = [*names.nonlocals.values(), *(thing.__defaults__ or ()), *names.globals.values()]
+    elif hasattr(thing, "__dict__"):
+        inside = list(vars(thing).values())
+    found = (_first_tensor(x, levels - 1) for x in inside)
+    return next((x for x in found if x is not None), None)
 
 
 def require_finite(name: str, *tensors: Tensor) -> None:

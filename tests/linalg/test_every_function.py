@@ -180,6 +180,21 @@ def test_gradients_under_autocast():
     assert torch.equal(found, plain)
 
 
+def test_types_are_found_in_what_holds_a_network():
+    """A method of an object that has a network."""
+
+    class Curvature:
+        def __init__(self):
+            self.network = torch.nn.Linear(N, N, bias=False).double()
+
+        def multiply(self, v: Tensor) -> Tensor:
+            return v @ self.network.weight.T
+
+    curvature = Curvature()
+    for operator in (curvature.multiply, lambda v: curvature.multiply(v)):
+        assert linalg.trace(operator, N).value.dtype == torch.float64
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_transpose_is_found_without_gradients(mode):
     a, b = normal(N, 3), V
@@ -190,14 +205,14 @@ def test_a_transpose_is_found_without_gradients(mode):
 
 WIDE = with_spectrum(torch.linspace(0, 1, 300, dtype=torch.float64))
 RANDOM = {
-    "xtrace": lambda g: linalg.trace(linalg.Dense(WIDE), 300, generator=g),
-    "xnystrace": lambda g: linalg.trace(linalg.Dense(WIDE), 300, method="xnystrace", generator=g),
-    "hutchinson": lambda g: linalg.trace(linalg.Dense(WIDE), 300, method="hutchinson", generator=g),
-    "xdiag": lambda g: linalg.diagonal(linalg.Dense(WIDE), 300, generator=g),
-    "hutchinson's diagonal": lambda g: linalg.diagonal(linalg.Dense(WIDE), 300, method="hutchinson", generator=g),
-    "slq_logdet": lambda g: linalg.slq_logdet(linalg.Dense(WIDE), 300, shift=0.1, probes=6, generator=g),
-    "nystrom": lambda g: linalg.nystrom(linalg.Dense(WIDE), 300, 5, generator=g),
-    "eigsh": lambda g: linalg.eigsh(linalg.Dense(WIDE), 300, 2, generator=g),
+    "xtrace": lambda g: linalg.trace(lambda v: v @ WIDE, 300, generator=g),
+    "xnystrace": lambda g: linalg.trace(lambda v: v @ WIDE, 300, method="xnystrace", generator=g),
+    "hutchinson": lambda g: linalg.trace(lambda v: v @ WIDE, 300, method="hutchinson", generator=g),
+    "xdiag": lambda g: linalg.diagonal(lambda v: v @ WIDE, 300, generator=g),
+    "hutchinson's diagonal": lambda g: linalg.diagonal(lambda v: v @ WIDE, 300, method="hutchinson", generator=g),
+    "slq_logdet": lambda g: linalg.slq_logdet(lambda v: v @ WIDE, 300, shift=0.1, probes=6, generator=g),
+    "nystrom": lambda g: linalg.nystrom(lambda v: v @ WIDE, 300, 5, generator=g),
+    "eigsh": lambda g: linalg.eigsh(lambda v: v @ WIDE, 300, 2, generator=g),
 }
 
 

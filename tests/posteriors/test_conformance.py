@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.posteriors import registry
+from laplace_plus.posteriors import storing
 from laplace_plus.testing import GaussianConformance, PosteriorConformance
 
 
@@ -127,7 +127,7 @@ def test_entry_points_are_found(monkeypatch):
         def load(self):
             return FromElsewhere
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == registry.ENTRY_POINTS else [])
+    monkeypatch.setattr(storing, "entry_points", lambda group: [Point()] if group == storing.ENTRY_POINTS else [])
     assert lp.get_posterior("FromElsewhere") is FromElsewhere
 
 
