@@ -16,15 +16,7 @@ from laplace_plus.curvature.structures import Curvature, DiagonalStructure, Full
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.gradients import (
-    COTANGENT_BYTES,
-    FACTOR_BYTES,
-    Gradients,
-    batch_gradients,
-    loss_gradient,
-    output_layer_inputs,
-    whole_layout,
-)
+from laplace_plus.network.gradients import Gradients, batch_gradients, loss_gradient, output_layer_inputs, whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.gram_sum import gram_sum
@@ -81,19 +73,12 @@ class Native(Backend):
             direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
             if direct is not None:
                 return direct if total is None else total.add_(direct), outputs
-        factors = isinstance(structure, KroneckerStructure) and not sums.corrects and network.device.type == "cpu"
-        limit = FACTOR_BYTES if factors else COTANGENT_BYTES
-        for cotangents, components in self._cotangents(likelihood, observed, gradients, generator, limit):
+        for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
             sums.add(cotangents, components)
         return sums.finish(), outputs
 
     def _cotangents(
-        self,
-        likelihood: Likelihood,
-        observed: Observed,
-        gradients: Gradients,
-        generator: torch.Generator | None,
-        limit: int,
+        self, likelihood: Likelihood, observed: Observed, gradients: Gradients, generator: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of cotangents ``[V, B, *, C]`` with the component ``[V]`` that each belongs to.
 
@@ -108,7 +93,7 @@ class Native(Backend):
             groups = likelihood.output_groups(n_columns).cpu()
             by_position = root.unflatten(0, (shape[0], -1))  # [B, M, C, V]
             n_positions = by_position.shape[1]
-            for chunk in gradients.cotangent_chunks(n_positions * n_columns, limit):
+            for chunk in gradients.cotangent_chunks(n_positions * n_columns):
                 picked = torch.arange(chunk.start, chunk.stop)
                 position, column = picked // n_columns, picked % n_columns
                 if n_positions == 1:
@@ -128,7 +113,7 @@ class Native(Backend):
             yield gradient.view(1, *shape), torch.zeros(1, dtype=torch.long)
         else:
             n_components = likelihood.n_noise
-            for chunk in gradients.cotangent_chunks(self.n_samples * n_components, limit):
+            for chunk in gradients.cotangent_chunks(self.n_samples * n_components):
                 component, drawn = torch.arange(chunk.start, chunk.stop) % n_components, []
                 capture.frees = chunk.stop == self.n_samples * n_components
                 for own in component:

@@ -33,10 +33,6 @@ from laplace_plus.structured.one_hot import EmbeddingGradients, OutputLayerGradi
 COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""
 
-FACTOR_BYTES = 64 * 2**20
-"""The same for Kronecker factors on a CPU, which need an input once and not with every chunk: a fit takes as long, with
-1.0 GB in place of 1.2 for a LeNet and batches of 500, and 0.9 in place of 1.2 for a small ResNet."""
-
 _KEY, _NAME = attrgetter("key"), attrgetter("name")
 
 
@@ -150,13 +146,13 @@ class Gradients:
         names = tuple([plan.layout.names[0] for plan in self._plans if not plan.members])
         return self.network.per_example_gradients(self.capture.inputs, names, cotangents)
 
-    def cotangent_chunks(self, n_cotangents: int, limit: int = COTANGENT_BYTES) -> Iterator[slice]:
+    def cotangent_chunks(self, n_cotangents: int) -> Iterator[slice]:
         """Slices of the cotangents whose gradients, all calls together, are of bounded size."""
         each = self.capture.cotangent_bytes
         for plan in self._plans:
             if not plan.members:
                 each += 4 * self.capture.n_examples * plan.layout.n_entries
-        return slices(n_cotangents, each, limit)
+        return slices(n_cotangents, each, COTANGENT_BYTES)
 
 
 def _plans(network: Network, capture: Capture, general: frozenset[str]) -> list[_Plan]:
