@@ -216,7 +216,7 @@ class TestLeastLoss:
         found = []
         for seed in range(6):
             posterior = lp.TrainingFreeLoRA(
-                model, lp.Gaussian(noise_std=noise), tolerance=None, labels=True, n_samples=1000, halvings=6
+                model, lp.Gaussian(noise_std=noise), tolerance=None, labels=True, n_samples=250, halvings=6
             )
             posterior.fit([(x, y)], generator=torch.Generator().manual_seed(seed))
             found.append(posterior.noise_scale)
@@ -224,7 +224,7 @@ class TestLeastLoss:
             assert scale == posterior.noise_scale and score < posterior.report.network
         expected = math.sqrt(noise**2 / (9 * float(x.square().sum())))
         error = float(torch.tensor(found).std()) / math.sqrt(len(found))
-        assert error < 0.03 * expected
+        assert error < 0.06 * expected  # of 250 draws each
         assert abs(sum(found) / len(found) - expected) < 4.5 * error + expected * 2**-6
 
     def test_there_is_no_noise_where_none_helps(self, tmp_path):
