@@ -162,8 +162,10 @@ def regression(outputs, *, per_output=True):
     return x, y, noise if per_output else noise[:, 0]
 
 
-@pytest.mark.parametrize("per_output", [True, False])
-@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize(
+    ("outputs", "per_output"),
+    [(2, True), (1, False), *[pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, False))]],
+)
 def test_given_noise_is_weighted_linear_regression(outputs, per_output):
     """Posterior, predictive and evidence of a linear model at its optimum are exact."""
     x, y, noise = regression(outputs, per_output=per_output)

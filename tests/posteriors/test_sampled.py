@@ -124,7 +124,8 @@ def test_predictions_are_those_of_the_samples():
 
 
 @pytest.mark.parametrize(
-    ("solver", "size"), [("cg", 60), ("cg", 16), ("sgd", 60), pytest.param("sgd", 16, marks=pytest.mark.slow)]
+    ("solver", "size"),
+    [("cg", 60), ("cg", 16), *[pytest.param("sgd", size, marks=pytest.mark.slow) for size in (60, 16)]],
 )
 def test_sixty_points_are_enough_for_every_solver(solver, size):
     """``E[zᵀ H z] = P`` for the exact H. Descent had given .002 P, as it began at zero and took ten steps.

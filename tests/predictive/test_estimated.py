@@ -87,7 +87,7 @@ def test_exact_where_it_is_cheap(fitted):
     assert prediction.without_each is None
 
 
-@pytest.mark.parametrize("kind", [lp.KFAC, lp.Diagonal, lp.Full])
+@pytest.mark.parametrize("kind", [lp.KFAC, *[pytest.param(c, marks=pytest.mark.slow) for c in (lp.Diagonal, lp.Full)]])
 def test_samples_where_they_are_quicker(impatient, kind):
     net, x, y = problem()
     posterior = kind(net, "classification").fit([(x, y)])
