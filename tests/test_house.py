@@ -112,7 +112,7 @@ BUDGETS = {
     "persistence": 250,
     "posteriors": 7266,
     "predictive": 948,
-    "structured": 2967,
+    "structured": 2979,
     "testing": 262,
     "tuning": 3427,
 }
@@ -143,9 +143,9 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 36_886
-    assert sum(n for part, n in lines.items() if part not in APART) <= 34_419
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12_233
+    assert sum(lines.values()) <= 36_898
+    assert sum(n for part, n in lines.items() if part not in APART) <= 34_431
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12_245
     assert size.raises_of(size.FILES) <= 362
     assert len(size.public_names(lp.KFAC)) <= 45
 

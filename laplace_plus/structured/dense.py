@@ -116,8 +116,8 @@ class DenseBlock(EigenBlock):
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         one, at = self.n_components == 1, weights.detach()
         if self._form is None or not (one or torch.equal(self._form[0], at)):
-            values, vectors = (self.sums[0] if one else combine(self.sums, at)).eigen()
-            self._form = at, DenseBasis(vectors), clamp_rounding(values).view(self.shape)
+            pairs = (self.sums[0] if one else combine(self.sums, at)).eigen()
+            self._form = at, DenseBasis(pairs.vectors), clamp_rounding(pairs.values).view(self.shape)
         _, basis, own = self._form
         return basis, own.to(weights.dtype) * (weights[0] if one else 1)
 

@@ -13,7 +13,8 @@ matrix, whose trace is known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,20 @@ _AT_ONCE = 1024
 """Rows that are added before the sum is decomposed again."""
 
 
-class EigenPairs(NamedTuple):
+class EigenPairs:
     """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns; None for unit vectors.
 
-    The vectors of sums of limited rank are :class:`Reflections`.
+    The vectors of sums of limited rank are :class:`Reflections`. Where only ``leading`` ones are given, the others are
+    found when they are first asked for: the evidence needs none.
     """
 
-    values: Tensor
-    vectors: Any
+    def __init__(self, values: Tensor, vectors: Any = None, *, leading: Tensor | None = None):
+        self.values, self._vectors, self._leading = values, vectors, leading
+
+    @cached_property
+    def vectors(self) -> Any:
+        """The eigenvectors."""
+        return self._vectors if self._leading is None else _completed(self._leading)
 
 
 class GramSum:
@@ -107,7 +114,7 @@ class GramSum:
         if not self.is_thin:
             return EigenPairs(*symmetric_eigen(self.matrix()))
         values, leading = eigen_of_rows(self.all_rows(), self.n_rows)
-        return EigenPairs(values, _completed(leading.to(self.dtype)))
+        return EigenPairs(values, leading=leading.to(self.dtype))
 
     def eigenvalues(self) -> Tensor:
         """The eigenvalues ``[G, d]`` alone, which take a fraction of the time."""

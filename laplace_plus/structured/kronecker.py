@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,13 +46,18 @@ class KroneckerBasis(Basis):
         return _by_squares(self.right, _by_squares(self.left, variances).mT).mT
 
 
-class DiagonalForm(NamedTuple):
+@dataclass
+class DiagonalForm:
     """The sides' eigendecompositions with their common basis, and the weights ``[K]`` that they belong to."""
 
     weights: Tensor
     left: EigenPairs
     right: EigenPairs
-    basis: KroneckerBasis
+
+    @cached_property
+    def basis(self) -> KroneckerBasis:
+        """The eigenvectors of both sides, found when they are first needed."""
+        return KroneckerBasis(self.left.vectors, self.right.vectors)
 
 
 def _by_squares(side: Any, values: Tensor) -> Tensor:
@@ -179,8 +185,7 @@ class KroneckerBlock(EigenBlock):
         if found is None or not (is_fixed or torch.equal(found.weights, at)):
             left = (self.left_sums[0] if self.n_components == 1 else combine(self.left_sums, at)).eigen()
             right = self.right_sum.eigen() if found is None else found.right
-            basis = KroneckerBasis(left.vectors, right.vectors)
-            found = self._form = DiagonalForm(at, left, right, basis)
+            found = self._form = DiagonalForm(at, left, right)
         return found
 
     @override
@@ -236,7 +241,7 @@ class KroneckerBlock(EigenBlock):
             vectors = tensors.get("left_vectors"), tensors.get("right_vectors")
             none = torch.empty(0)
             pairs = EigenPairs(none, vectors[0]), EigenPairs(none, vectors[1])
-            block._form = DiagonalForm(weights, *pairs, KroneckerBasis(*vectors))
+            block._form = DiagonalForm(weights, *pairs)
         return block
 
     @override
