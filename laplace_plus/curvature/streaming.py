@@ -15,7 +15,7 @@ from laplace_plus.errors import DataError, ModelChangedError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, DataSums, same_sum
 from laplace_plus.network.gradients import batch_gradients
-from laplace_plus.network.linearization import Linearization, linearize
+from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import Network
 from laplace_plus.structured.gradients import slices
 
@@ -88,7 +88,7 @@ class Stream:
         """One more pass, with the network linearised on each batch; arguments and errors as for :meth:`batches`."""
         vector = self.network.vector()
         for batch in self.batches(name, ordered=ordered):
-            yield batch, linearize(self.network, vector, batch.inputs)
+            yield batch, Linearization(self.network, vector, batch.inputs)
 
     def chunks(self, total: int) -> Iterator[slice]:
         """Slices of so many vectors, of ``chunk_size``."""

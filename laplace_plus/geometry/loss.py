@@ -38,7 +38,7 @@ from laplace_plus.linalg import draw_probes, lanczos
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.linearization import Linearization, linearize
+from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
@@ -186,7 +186,7 @@ class LossLandscape(Landscape):
             return [_Tangent(self._tangent(batch), len(self.vector), self._stream.chunk_size) for batch in self._kept]
 
     def _tangent(self, batch: Batch) -> Linearization:
-        return linearize(self.network, self.vector, batch.inputs)
+        return Linearization(self.network, self.vector, batch.inputs)
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 

@@ -154,12 +154,7 @@ class Linearization:
         return bool(((terms.sum(1) - vectors @ pulled).abs() <= rounding * scale).all())
 
 
-def linearize(network: Network, vector: Tensor, inputs: Any) -> Linearization:
-    """The linearised network on a batch."""
-    return Linearization(network, vector, inputs)
-
-
 def jvp(network: Network, inputs: Any, vector: Tensor) -> Tensor:
     """``J(x) v`` for one direction ``v [P]``, ``[B, *, C]``."""
     start = network.vector()
-    return linearize(network, start, inputs).push(vector.to(start)[None])[0]
+    return Linearization(network, start, inputs).push(vector.to(start)[None])[0]

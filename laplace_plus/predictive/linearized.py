@@ -20,7 +20,7 @@ from laplace_plus.likelihoods.categorical import centring_weights, independent_v
 from laplace_plus.network import batches
 from laplace_plus.network.capture import Capture
 from laplace_plus.network.gradients import Gradients, output_layer_gradients
-from laplace_plus.network.linearization import linearize
+from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import Network
 from laplace_plus.structured import Factor
 from laplace_plus.structured.gradients import MIB, slices
@@ -263,7 +263,7 @@ def pushed(
     less than their covariance, and takes no ``[C, C]`` matrix (Immer et al., 2021). Raises :class:`DataError` for no
     examples, or another number of outputs than ``n_outputs``.
     """
-    linear, outputs = linearize(network, network.vector(), inputs), network.forward(inputs).to(network.dtype)
+    linear, outputs = Linearization(network, network.vector(), inputs), network.forward(inputs).to(network.dtype)
     require_outputs(outputs.shape, n_outputs, inputs)
     wide = torch.promote_types(outputs.dtype, torch.float32)
     parts = []

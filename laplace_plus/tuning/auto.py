@@ -46,7 +46,7 @@ from laplace_plus.errors import (
     warn,
 )
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.linearization import linearize
+from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import trained
 from laplace_plus.tuning.base import Tunable, TuningResult, trained_size, tunes_noise
@@ -399,7 +399,7 @@ def training_end(
             flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
             n_examples += len(outputs)
             slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
-            gradient += linearize(whole, vector, batch.inputs).pull.one(slope.to(outputs))
+            gradient += Linearization(whole, vector, batch.inputs).pull.one(slope.to(outputs))
         except RuntimeError as failure:  # torch has one type for a missing derivative and whatever else goes wrong
             raise UnsupportedError(str(failure)) from failure
     assert curvature is not None

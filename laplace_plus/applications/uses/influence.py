@@ -22,7 +22,7 @@ from laplace_plus import checks
 from laplace_plus.applications.uses.continual import require_gaussian
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.linearization import linearize
+from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
 
@@ -189,7 +189,7 @@ def _products(
                 raise NotPositiveDefiniteError(what, fix=fix)
             eye = torch.eye(covariance.shape[-1]).to(covariance)
             cotangent = torch.linalg.solve(eye - root @ root.mT @ covariance, cotangent[..., None])[..., 0]
-        moved = linearize(network, network.vector(), inputs).push(torch.stack(tangents)).double()
+        moved = Linearization(network, network.vector(), inputs).push(torch.stack(tangents)).double()
         return torch.einsum("qbc,bc->qb", moved, cotangent)
 
     return scores
