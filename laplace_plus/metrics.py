@@ -6,7 +6,7 @@ computed in the dtype of the predictions, but at least in float32. Densities and
 Classification takes probabilities ``[N, C]`` and integer targets ``[N]``; the probabilities of a binary problem are two
 columns, ``torch.stack([1 - p, p], dim=-1)``, and ignored tokens are removed beforehand. Regression takes means,
 variances (of the observation, noise included) and targets of one shape, ``[N]`` or ``[N, C]``, and scores every scalar
-by itself.
+by itself, but for those whose targets are NaN: not observed.
 
 References:
     Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 2007.
@@ -231,7 +231,7 @@ def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
         LabelError: If the targets are of another shape.
     """
     mean, targets = _check_regression(mean, targets)
-    return (mean - targets).square().mean().sqrt()
+    return (mean - targets).square().nanmean().sqrt()
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         LabelError: If the targets are of another shape.
     """
     mean, variance, targets = _check_moments(mean, variance, targets)
-    return 0.5 * (math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance).mean()
+    return 0.5 * (math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance).nanmean()
 
 
 def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
     scale = variance.sqrt()
     z = (targets - mean) / scale
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-    return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
+    return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).nanmean()
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_thresholds_cover_as_often_as_the_ranks_say(n):
     """Without ties, the next of n + 1 exchangeable scores is below the threshold with ⌈(n+1) level⌉/(n+1)."""
     level, repetitions = 0.85, 2000
     scores = torch.randn(n + 1, repetitions, generator=torch.Generator().manual_seed(n), dtype=torch.float64).exp()
-    covered = (scores[n] <= conformal.threshold(scores[:n], level)).double()
+    covered = (scores[n] <= conformal.threshold(scores[:n], level, torch.ones_like(scores[:n]))).double()
     wanted = math.ceil((n + 1) * level) / (n + 1)
     assert abs(covered.mean() - wanted) < 3 * covered.std() / repetitions**0.5
 

@@ -163,34 +163,39 @@ def conformalize(
     for batch in iterate(data, device=inner.network.device, progress=progress, description="conformal scores"):
         prediction = posterior.predictive(batch.inputs, generator=generator)
         likelihood.validate(prediction.functional_mean, batch.target)
-        _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
+        _, targets, share = likelihood.rows(prediction.functional_mean, batch.target)
         if likelihood.is_classifier:
             each = _class_scores(prediction, score, generator)
             if targets.numel() != len(each):
                 raise DataError("Soft labels have no score.", expected="class indices", got="probabilities")
-            labels, n_classes = targets.reshape(-1).long(), each.shape[1]
+            labels, n_classes = targets.reshape(-1).nan_to_num(0).long(), each.shape[1]
             each = each.gather(1, labels[:, None])[:, 0]
         else:
             values = targets[..., 0] if targets.dim() > 2 else targets  # noqa: PLR2004 - given noise
             each = _number_scores(prediction, values, score, level)
+            share = share[:, None] * ~each.isnan()
         group = labels.cpu() if by == "class" else _groups_of(batch.inputs, by, len(each))
-        kept = weight > 0
-        found.append((each[kept].double().cpu(), group[kept.cpu()]))
-    scores, group = map(torch.cat, zip(*found, strict=True))
+        kept = share.reshape(len(each), -1).any(1)
+        found.append((each[kept].double().cpu(), share[kept].double().cpu(), group[kept.cpu()]))
+    scores, share, group = map(torch.cat, zip(*found, strict=True))
     checks.count("The number of targets that count", len(scores))
     n_groups = n_classes if by == "class" else 1 + int(group.max())
     thresholds = scores.new_full((n_groups, *scores.shape[1:]), math.inf)
     for one in group.unique().tolist():
-        thresholds[one] = threshold(scores[group == one], level)
+        thresholds[one] = threshold(scores[group == one], level, share[group == one])
     return ConformalPosterior(copy.copy(posterior), score, float(level), thresholds, by)
 
 
-def threshold(scores: Tensor, level: float) -> Tensor:
-    """The ``⌈(n + 1) level⌉``-th smallest of scores ``[n, *]``, along their first axis; ∞ beyond n."""
-    rank = math.ceil((len(scores) + 1) * level - 1e-9)  # which rounding would lift
-    if rank > len(scores):
-        return scores.new_full(scores.shape[1:], math.inf)
-    return scores.sort(0).values[rank - 1]
+def threshold(scores: Tensor, level: float, share: Tensor) -> Tensor:
+    """The ``⌈(n + 1) level⌉``-th smallest of scores ``[n, *]``, along their first axis; ∞ beyond n.
+
+    Each is there as often as its ``share [n, *]`` says; those of share 0, NaN among them, are not.
+    """
+    scores = scores.where(share > 0, math.inf)
+    order = scores.argsort(0)
+    reached = share.gather(0, order).cumsum(0)
+    enough = reached >= (reached[-1] + 1) * level - 1e-9  # which rounding would lift
+    return scores.gather(0, order).where(enough, math.inf).amin(0)
 
 
 def _groups_of(x: Any, by: Any, n_rows: int) -> Tensor:

@@ -283,13 +283,13 @@ class Ensemble:
         """
         if not self.likelihood.is_gaussian:
             raise ConfigurationError("There is no noise to fit.", expected="a Gaussian likelihood", got=repr(self))
-        total, count = torch.zeros((), dtype=torch.float64), 0
+        total = torch.zeros((), dtype=torch.float64)
         for batch in iterate(data, device=self.networks[0].device, progress=progress, description="Ensemble: noise"):
             mean = self._outputs(batch.inputs).mean(0)
-            outputs, targets, _ = self.likelihood.rows(mean, batch.target)
-            total = total + (outputs - targets).double().square().sum(0).cpu()
-            count += len(outputs)
-        self.likelihood = self.likelihood.with_noise((total / count).sqrt().to(mean))
+            each = self.likelihood.with_noise(torch.ones(mean.shape[-1]))
+            total = total + each.statistics(mean, batch.target).cpu()
+        errors, counts = total.chunk(2)
+        self.likelihood = self.likelihood.with_noise((errors / counts).sqrt().to(mean))
         return self
 
     def _outputs(self, x: Any) -> Tensor:

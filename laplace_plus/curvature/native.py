@@ -15,6 +15,7 @@ from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, FullStructure, KroneckerStructure, Structure
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.elementwise import like_observed
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import Gradients, batch_gradients, loss_gradient, output_layer_inputs, whole_layout
 from laplace_plus.network.network import Network
@@ -65,12 +66,12 @@ class Native(Backend):
         capture = gradients.capture
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
-        observed = rows, _, weight = likelihood.rows(outputs, batch.target)
+        observed = rows, targets, weight = likelihood.rows(outputs, batch.target)
         # An example with nothing but ignored targets does not count.
         used = weight.view(capture.n_examples, -1).bool().any(1)
         sums = Accumulation(gradients, structure, likelihood.n_noise, used, total)
         if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not sums.corrects:
-            direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
+            direct = last_layer_curvature(gradients, structure, likelihood, observed)
             if direct is not None:
                 return direct if total is None else total.add_(direct), outputs
         for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
@@ -117,7 +118,7 @@ class Native(Backend):
                 component, drawn = torch.arange(chunk.start, chunk.stop) % n_components, []
                 capture.frees = chunk.stop == self.n_samples * n_components
                 for own in component:
-                    labels = likelihood.sample_targets(rows, generator=generator)
+                    labels = like_observed(likelihood.sample_targets(rows, generator=generator), targets)
                     gradient = likelihood.gradient(rows, labels) * weight[:, None].to(rows.dtype)
                     if n_components > 1:  # one noise level at a time
                         gradient = gradient * (torch.arange(gradient.shape[1], device=gradient.device) == int(own))
@@ -155,14 +156,14 @@ def _hessian(network: Network, likelihood: Likelihood, batch: Batch, structure: 
 
 
 def last_layer_curvature(
-    gradients: Gradients, structure: Structure, likelihood: Likelihood, rows: Tensor, weight: Tensor
+    gradients: Gradients, structure: Structure, likelihood: Likelihood, observed: Observed
 ) -> Curvature | None:
     """The exact Gauss-Newton curvature of a linear output layer, or None where this short cut does not apply.
 
-    It is that of outputs ``rows [N, C]`` with weights ``[N]``, 0 for ignored observations.
+    It is that of the observations, of which ignored ones have weight 0.
     """
-    network = gradients.network
-    hessian = likelihood.output_curvature(rows, weight)
+    network, weight = gradients.network, observed[2]
+    hessian = likelihood.output_curvature(*observed)
     found = None if hessian is None else output_layer_inputs(gradients)
     if hessian is None or found is None:
         return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.elementwise import like_observed
 
 
 class OutputRoot:
@@ -69,8 +70,8 @@ class _ColumnRoot(OutputRoot):
 
 def exact_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
     """A root of ``Λ = −∂² log p(y|f) / ∂f²``, or of what the likelihood puts in its place."""
-    observations, _, weight = likelihood.rows(outputs, targets)
-    hessian = likelihood.output_curvature(observations, weight)
+    observations, labels, weight = likelihood.rows(outputs, targets)
+    hessian = likelihood.output_curvature(observations, labels, weight)
     if hessian is not None and hessian.coupled:
         return _SoftmaxRoot(hessian.scales, outputs.shape)
     return column_root(likelihood, outputs, targets)
@@ -91,7 +92,7 @@ def gradient_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labe
     differentiable in the outputs.
     """
     observations, own, weight = likelihood.rows(outputs, targets)
-    drawn = own[None] if labels is None else labels
+    drawn = [own] if labels is None else [like_observed(label, own) for label in labels]
     gradients = torch.stack([likelihood.gradient(observations, label) for label in drawn], -1)
     noise = _noise_weights(likelihood, observations)
     scale = weight.unsqueeze(-1).to(gradients.dtype) * (noise if labels is None else noise.sqrt() / len(labels) ** 0.5)

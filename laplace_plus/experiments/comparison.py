@@ -179,9 +179,9 @@ def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batc
         kept = (weight > 0).cpu()
         columns = _moments(prediction, likelihood)
         if likelihood.is_classifier:
-            labels = targets.cpu().reshape(-1).long()
-            kept = kept.repeat_interleave(len(labels) // len(kept))
-            columns += (labels,)
+            labels = targets.cpu().reshape(-1)
+            kept = kept.repeat_interleave(len(labels) // len(kept)) & ~labels.isnan()
+            columns += (labels.nan_to_num(0).long(),)
         else:
             columns += _plain(prediction.log_prob(batch.target)).reshape(-1), _plain(targets).reshape(columns[0].shape)
             if isinstance(batch.inputs, Tensor) and batch.inputs.numel() == columns[0].numel() == len(kept):

@@ -156,7 +156,8 @@ class Likelihood(ABC):
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
 
-        These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows.
+        These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows. Entries of a
+        target that were not observed are NaN.
         """
         flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
         targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
@@ -203,7 +204,7 @@ class Likelihood(ABC):
             hessian = torch.stack(columns, dim=-1)
             return (hessian + hessian.mT) / 2
 
-    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
+    def output_curvature(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> OutputCurvature | None:
         """Hessians of rows ``[N, C]`` at unit noise, times weights ``[N]``, with structure; None without."""
         return None
 

@@ -212,7 +212,7 @@ class Categorical(Likelihood):
         index = targets.long().unsqueeze(-1)
         return p.scatter(-1, index, -complement.gather(-1, index))
 
-    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
+    def output_curvature(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> OutputCurvature | None:
         """``diag p - p pᵀ``; zero for ignored rows; None with class weights, where it depends on targets."""
         if self.weight is not None:
             return None

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
-from torch.distributions import Distribution, NegativeBinomial
+from torch.distributions import Distribution, MultivariateNormal, NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
 from torch.nn.functional import binary_cross_entropy, logsigmoid
 
@@ -34,6 +35,7 @@ from laplace_plus.likelihoods.sampling import draw_by
 class Elementwise(Likelihood):
     """Targets of the outputs' shape, ``[B, *]`` also if there is one; a diagonal curvature, the same for all targets.
 
+    NaN is an entry that was not observed: it has no term in the log-density, and neither gradient nor curvature.
     Errors say ``wrong_targets`` of values that are none, ``valid_targets`` of what is expected, and a ``hint``.
     """
 
@@ -44,7 +46,11 @@ class Elementwise(Likelihood):
 
     @abstractmethod
     def is_valid(self, targets: Tensor) -> Tensor:
-        """Which entries are targets, boolean of the same shape."""
+        """Which entries are targets, NaN among them, boolean of the same shape."""
+
+    def observed(self, targets: Tensor) -> Tensor:
+        """Which entries ``[N, D]`` of targets were observed."""
+        return ~targets.isnan()
 
     @abstractmethod
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -74,25 +80,66 @@ class Elementwise(Likelihood):
         refuse_targets(~self.is_valid(aligned), aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch; targets become floating ``[N, D]``."""
+        """Flatten a batch; targets become floating ``[N, D]``, and rows without an observed entry get weight 0."""
         flat, aligned, weight = super().rows(outputs, self.align(outputs, targets))
-        return flat, aligned.to(flat.dtype), weight
+        aligned = aligned.to(flat.dtype)
+        return flat, aligned, weight * self.observed(aligned).any(-1)
+
+    def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
+        """The observed entries, each as often as its row counts."""
+        return float(weight @ self.observed(targets).sum(-1).to(weight))
+
+    def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log p(y_c|f)`` of every entry, ``[N, D]``, all of them observed."""
+        log_density: Tensor = self.distribution(outputs).log_prob(targets)
+        return log_density
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_c log p(y_c|f)``, ``[N]``."""
+        """``Σ_c log p(y_c|f)`` over the observed entries, ``[N]``."""
         targets = targets.to(torch.promote_types(targets.dtype, outputs.dtype))
-        log_density: Tensor = self.distribution(outputs).log_prob(targets)
-        return log_density.sum(-1)
+        return self.entries(outputs, _filled(targets)).where(self.observed(targets), 0.0).sum(-1)
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag`` of :meth:`root_diagonal`, ``[N, C, C]``."""
-        return torch.diag_embed(self.root_diagonal(outputs, targets))
+        """``diag`` of :meth:`root_diagonal`, zero for outputs of entries that were not observed, ``[N, C, C]``."""
+        observed = self.observed(targets).repeat(1, outputs.shape[-1] // self.n_targets(outputs.shape[-1]))
+        return torch.diag_embed(self.root_diagonal(outputs, targets).where(observed, 0.0))
+
+    def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
+        """As for any likelihood, of the observed entries."""
+        found = observed_log_prob(marginal.distribution if marginal.together is None else marginal.together, targets)
+        return found.sum(-1) if found.dim() == targets.dim() else found
 
     def mixture(self, outputs: Tensor) -> Distribution:
         """A mixture over samples ``[S, ..., C]`` for every entry of a target by itself."""
         given = self.distribution(outputs)
         last = {name: getattr(given, name).movedim(0, -1) for name in given.arg_constraints}
         return uniform_mixture(type(given)(**last, validate_args=False), like=outputs)
+
+
+def _filled(targets: Tensor) -> Tensor:
+    """Targets with a valid number for NaN, since derivatives at NaN would be NaN even where they are left out."""
+    return torch.where(targets.isnan(), torch.ones_like(targets), targets)
+
+
+def observed_log_prob(law: Distribution, targets: Tensor) -> Tensor:
+    """``log p`` of targets without their NaN: of each entry, 0 where it is NaN, or of a joint normal's others."""
+    missing = targets.isnan()
+    if not isinstance(law, MultivariateNormal):
+        return law.log_prob(_filled(targets)).where(~missing, 0.0)
+    if not bool(missing.any()):
+        return law.log_prob(targets)
+    # Missing entries become independent standard normals at their mean, and their densities are taken out.
+    apart = missing.unsqueeze(-1) | missing.unsqueeze(-2)
+    identity = torch.eye(targets.shape[-1], dtype=law.loc.dtype, device=law.loc.device)
+    law = MultivariateNormal(law.loc, torch.where(apart, identity, law.covariance_matrix), validate_args=False)
+    constant = 0.5 * math.log(2 * math.pi) * missing.sum(-1)
+    return law.log_prob(torch.where(missing, law.loc, targets)) + constant
+
+
+def like_observed(drawn: Tensor, targets: Tensor) -> Tensor:
+    """Drawn targets, NaN where the data's own are."""
+    alike = drawn.shape == targets.shape and drawn.is_floating_point()
+    return drawn.where(~targets.isnan(), math.nan) if alike else drawn
 
 
 def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: str, fix: str) -> None:
@@ -122,16 +169,16 @@ class Bernoulli(Elementwise):
     links = ("probit", "mc", "network")
     is_classifier = True
     wrong_targets = "There are binary targets other than 0 and 1."
-    valid_targets = "exactly 0 or 1"
+    valid_targets = "exactly 0 or 1, or NaN where it is missing"
     hint = 'Map labels to 0 and 1, or use likelihood="classification" for one class out of several.'
 
     def is_valid(self, targets: Tensor) -> Tensor:
-        """Zeros and ones."""
-        return (targets == 0) | (targets == 1)
+        """Zeros, ones and NaN."""
+        return (targets == 0) | (targets == 1) | targets.isnan()
 
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_c log sigmoid(±f_c)``, ``[N]``; unlike a cross-entropy without cancellation where p is close to y."""
-        return logsigmoid((2 * targets.to(outputs.dtype) - 1) * outputs).sum(-1)
+    def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log sigmoid(±f_c)``, ``[N, C]``; unlike a cross-entropy without cancellation where p is close to y."""
+        return logsigmoid((2 * targets - 1) * outputs)
 
     def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
         """The log-likelihood of outputs in [0, 1] as probabilities, less that as logits, or as the best constant.
@@ -139,25 +186,28 @@ class Bernoulli(Elementwise):
         Logits of a trained network may all lie in [0, 1] where one class is a little more frequent. As probabilities
         they then fit worse than a constant, while those of a trained network fit better.
         """
-        flat, targets, _ = self.rows(outputs, targets)
+        flat, targets, weight = self.rows(outputs, targets)
         if flat.min() < 0 or flat.max() > 1:
             return -math.inf
-        constant = binary_cross_entropy(targets.mean().expand_as(flat), targets, reduction="sum")
-        loss = torch.minimum(constant, -self.log_density(flat, targets).sum())
-        return float(loss - binary_cross_entropy(flat, targets, reduction="sum"))
+        share, y = weight.unsqueeze(-1) * self.observed(targets), _filled(targets)
+        losses = partial(binary_cross_entropy, target=y, weight=share, reduction="sum")
+        constant = losses(((share * y).sum() / share.sum().clamp_min(1e-30)).expand_as(flat))
+        loss = torch.minimum(constant, -(share * self.entries(flat, y)).sum())
+        return float(loss - losses(flat))
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
         sign = 2 * targets - 1
-        return -sign * (-sign * outputs).sigmoid()  # no cancellation where p is close to y
+        gradient = -sign * (-sign * outputs).sigmoid()  # no cancellation where p is close to y
+        return gradient.where(self.observed(targets), 0.0)
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``√(p (1 - p))``."""
         return (0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp()
 
-    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
-        """``diag p (1 - p)``; zero for ignored rows."""
-        scales = weight.unsqueeze(-1) * self.root_diagonal(outputs).square()
+    def output_curvature(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> OutputCurvature:
+        """``diag w p (1 - p)``; zero for entries that were not observed."""
+        scales = weight.unsqueeze(-1) * self.observed(targets) * self.root_diagonal(outputs).square()
         return OutputCurvature(scales, scales, coupled=False)
 
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
@@ -204,17 +254,17 @@ class Poisson(Elementwise):
     config_name = "poisson"
     links = ("exact", "mc")
     wrong_targets = "Some targets are not counts."
-    valid_targets = "whole numbers, 0 or more"
+    valid_targets = "whole numbers, 0 or more, or NaN where one is missing"
     hint = 'Use likelihood="regression" for real numbers.'
 
     def is_valid(self, targets: Tensor) -> Tensor:
-        """Whole numbers from 0."""
+        """Whole numbers from 0, and NaN."""
         counts = targets.double()
-        return (counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts)
+        return (counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts) | counts.isnan()
 
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
-        return (targets * outputs - outputs.exp() - torch.lgamma(targets + 1)).sum(-1)
+    def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``y_c f_c - exp f_c - log y_c!``, ``[N, C]``."""
+        return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``exp(f/2)``."""

@@ -26,16 +26,18 @@ class RealTargets(Elementwise):
 
     links = ("exact", "mc")
     wrong_targets = "Some targets are not finite real numbers."
-    valid_targets = "finite floating targets"
-    hint = 'Convert integers by float(), drop missing targets; use likelihood="classification" for class indices.'
+    valid_targets = "finite floating targets, or NaN where one is missing"
+    hint = (
+        'Convert integers by float(), mark missing targets by NaN; use likelihood="classification" for class indices.'
+    )
 
     @abstractmethod
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., D]``."""
 
     def is_valid(self, targets: Tensor) -> Tensor:
-        """Finite floating numbers."""
-        return torch.isfinite(targets) & targets.is_floating_point()
+        """Finite floating numbers, and NaN."""
+        return ~targets.isinf() & targets.is_floating_point()
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Real numbers ``[..., D]``."""
@@ -100,11 +102,10 @@ class Gaussian(RealTargets):
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[SSE_1 … SSE_K, count_1 … count_K]``: summed squared errors and their number, for every noise group."""
-        aligned = self.align(outputs, targets)
-        errors = (outputs.double() - aligned.double()).square().reshape(-1, outputs.shape[-1])
-        if self.n_noise == 1:
-            errors = errors.reshape(-1, 1)
-        return torch.cat([errors.sum(0), torch.full_like(errors[:1].sum(0), len(errors))])
+        flat, targets, weight = self.rows(outputs.double(), targets)
+        observed = weight.unsqueeze(-1) * self.observed(targets)
+        sums = torch.stack([(observed * self.gradient(flat, targets).square()).sum(0), observed.sum(0)])
+        return (sums.sum(1) if self.n_noise == 1 else sums).flatten()
 
     def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
         """``Σ_k -½ SSE_k / σ_k² - count_k (log σ_k + ½ log 2π)``, differentiable in ``noise_std``."""
@@ -113,15 +114,17 @@ class Gaussian(RealTargets):
         return (-0.5 * errors / noise**2 - count * (noise.log() + 0.5 * LOG_2PI)).sum()
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``f - y`` (unit noise), ``[N, C]``."""
-        return outputs - targets
+        """``f - y`` (unit noise), ``[N, C]``; 0 for entries that were not observed."""
+        return (outputs - targets).where(self.observed(targets), 0.0)
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Ones (unit noise)."""
         return torch.ones_like(outputs)
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The identity (unit noise), ``[N, C, C]``, stored once."""
+        """The identity (unit noise), ``[N, C, C]``, stored once; without the entries that were not observed."""
+        if bool(targets.isnan().any()):
+            return torch.diag_embed(self.observed(targets).to(outputs.dtype))
         identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return identity.expand(*outputs.shape, -1)
 
@@ -185,10 +188,10 @@ class HeteroscedasticGaussian(RealTargets):
             raise OutputError("The outputs do not come in pairs.", expected=expected, got=describe(outputs))
         super().validate(outputs, targets)
 
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
+    def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``-½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N, D]``."""
         mean, log_variance = outputs.chunk(2, -1)
-        return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI).sum(-1)
+        return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI)
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``(exp(-l/2), √½)``, ``[N, 2 D]``, of the expected information."""
@@ -246,13 +249,21 @@ class GivenNoise(RealTargets):
         return torch.stack([plain, torch.full_like(plain, self.new_noise_std)], -1)
 
     def is_valid(self, targets: Tensor) -> Tensor:
-        """Finite numbers, and positive noise."""
-        return super().is_valid(targets) & torch.stack([torch.ones_like(targets[..., 0]), targets[..., 1]], -1).gt(0)
-
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_c log N(y_c; f_c, s_c²)``, ``[N]``."""
+        """Finite numbers with positive noise; NaN with any."""
         values, noise = targets.unbind(-1)
-        return -((((outputs - values) / noise).square() + LOG_2PI) / 2 + noise.log()).sum(-1)
+        return (
+            super().is_valid(targets) & torch.stack([torch.ones_like(noise), noise], -1).gt(0)
+            | values.isnan()[..., None]
+        )
+
+    def observed(self, targets: Tensor) -> Tensor:
+        """Which entries ``[N, C]`` have a value."""
+        return ~targets[..., 0].isnan()
+
+    def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log N(y_c; f_c, s_c²)``, ``[N, C]``."""
+        values, noise = targets.unbind(-1)
+        return -((((outputs - values) / noise).square() + LOG_2PI) / 2 + noise.log())
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``1/s``, by default that of new targets."""
@@ -277,8 +288,8 @@ class GivenNoise(RealTargets):
         covariance = marginal.epistemic
         if isinstance(marginal.together, MultivariateNormal):
             covariance = marginal.together.covariance_matrix - torch.diag_embed(marginal.aleatoric)
-        own = noisy_normal(marginal.mean, covariance, noise.square().to(marginal.mean))
-        return super().marginal_log_density(own, values)
+        own = noisy_normal(marginal.mean, covariance, noise.nan_to_num(1.0).square().to(marginal.mean))
+        return super().marginal_log_density(own, values.where(self.observed(targets), math.nan))
 
 
 class StudentTNoise(RealTargets):

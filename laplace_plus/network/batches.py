@@ -382,6 +382,9 @@ def _is_sequence(tree: Any) -> bool:
 _ENTRIES_AT_A_TIME = 2**22
 """Entries of the data that are converted to float64 together, for their sums: 32 MiB."""
 
+_MISSING = 0.7853
+"""What stands for NaN in these sums: a target that is missing."""
+
 
 class DataSums:
     """The number of examples, and two sums over their entries, on a device: they tell two passes apart.
@@ -413,7 +416,7 @@ class DataSums:
             values = values.reshape(size, -1)
             weights = _irregular(0, values.shape[1], device)
             some = values.split(max(1, _ENTRIES_AT_A_TIME // values.shape[1]))
-            sums = torch.cat([part.double() @ weights for part in some]) / number
+            sums = torch.cat([part.double().nan_to_num(_MISSING) @ weights for part in some]) / number
             pairs += total * sums
             total += sums
         total += pairs

@@ -90,6 +90,9 @@ class GaussianPosterior(Posterior):
             state = replace(state, curvature=state.curvature.corrected(weights))
         if corrected:
             self._correct(data, state.curvature, seen, **options)
+        if self.likelihood.n_noise > 1 and not bool((state.statistics.chunk(2)[1] > 0).all()):
+            what, fix = "An output has no observed target, and so no noise level.", "Use noise_per_output=False."
+            raise DataError(what, expected="a target of each output that is not NaN", got="NaN in all", fix=fix)
         is_zero = True
         for layout, block in state.curvature.blocks:
             may_be_zero = False

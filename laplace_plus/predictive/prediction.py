@@ -20,6 +20,7 @@ from torch.distributions import Distribution, MixtureSameFamily, Normal, Student
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
+from laplace_plus.likelihoods.elementwise import observed_log_prob
 from laplace_plus.likelihoods.sampling import draw, draw_seed
 from laplace_plus.linalg.estimates import jackknife, standard_error
 
@@ -280,8 +281,8 @@ class Prediction:
         the mixture ``log (1/S) Σ_s p(y|f_s)`` for Monte Carlo.
 
         Args:
-            y: Targets as the loader gives them. Ignored ones (``ignore_index``) contribute 0; soft labels q count as
-                ``Σ_k q_k log p_k``.
+            y: Targets as the loader gives them. Ignored ones (``ignore_index``, NaN) contribute 0; soft labels q count
+                as ``Σ_k q_k log p_k``.
 
         Returns:
             ``[B, *]``, one number for every row; with ``joint`` 0-d, the joint log-density of all targets.
@@ -293,7 +294,7 @@ class Prediction:
         outputs, targets, weight = self.likelihood.rows(self.functional_mean, y)
         lead = self.functional_mean.shape[:-1]
         if self._across is not None:
-            return self._across.log_prob(targets.reshape(-1)).to(outputs.dtype)
+            return observed_log_prob(self._across, targets.reshape(-1)).to(outputs.dtype)
         soft = self.likelihood.is_classifier and self.likelihood.couples_outputs and targets.is_floating_point()
         if soft and not self.joint:
             mixed: Any = self._marginal_distribution

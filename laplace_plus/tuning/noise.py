@@ -107,10 +107,13 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
                 jacobians.append(jacobian)
             likelihood.validate(outputs, batch.target)
             fitted.add(outputs, batch.target)
-            flat, target, _ = likelihood.rows(outputs.double(), batch.target)
-            parts.append((target, target - flat + linear.double().view_as(flat)))
+            flat, target, weight = likelihood.rows(outputs.double(), batch.target)
+            share = weight[:, None] * likelihood.observed(target)
+            parts.append(
+                (target.nan_to_num(), linear.double().view_as(flat) - likelihood.gradient(flat, target), share)
+            )
     fitted.check()
-    targets, linear = (torch.cat(column) for column in zip(*parts, strict=True))  # y and y', [n, C]
+    targets, linear, share = (torch.cat(column) for column in zip(*parts, strict=True))  # y, y' and weights, [n, C]
     groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 
     def by_group(values: Tensor) -> Tensor:
@@ -119,7 +122,8 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         return zeros.index_add(0, groups, values.double().sum(0)).cpu()
 
     residual = (errors / counts).sqrt()
-    spread = (by_group((targets - targets.mean(0)).square()) / (counts - counts / len(targets)).clamp_min(1)).sqrt()
+    away = targets - (share * targets).sum(0) / share.sum(0)
+    spread = (by_group(share * away.square()) / by_group((share.sum(0) - 1)[None]).clamp_min(1)).sqrt()
     if route == "parameters":
         error = residual / math.sqrt(1 - min(size / n_rows, 0.5))
     else:
@@ -127,8 +131,8 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
         each = scale.to(targets)[groups]
         jacobian = torch.cat(jacobians) / each.repeat(len(targets))[:, None].to(jacobians[0])
-        left_out = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
-        error = (by_group((left_out * each).square()) / counts).sqrt()
+        left_out = _left_out(jacobian, linear / each, share, likelihood.n_noise > 1)
+        error = (by_group(share * (left_out * each).square()) / counts).sqrt()
     error, problem = torch.maximum(error, residual), ""
     if bool((residual < INTERPOLATED * spread).any()):
         ratio = float((residual / spread).min())
@@ -140,12 +144,15 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     return NoiseEstimate(noise, residual, spread, route, problem)
 
 
-def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> Tensor:
+def _left_out(jacobian: Tensor, targets: Tensor, share: Tensor, several: bool) -> Tensor:
     """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` on ``J [n·C, P]``.
 
-    At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms.
+    At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms. A row
+    counts ``share [n, C]`` times, of which one is left out, or all if less; 0 is an entry that was not observed.
     """
     n, size = targets.shape
+    root = share.sqrt()
+    jacobian, targets = jacobian * root.flatten()[:, None].to(jacobian), targets * root
     wide, flat = len(jacobian) <= jacobian.shape[1], targets.flatten()
     thin = jacobian if wide else jacobian.T
     values, basis = torch.linalg.eigh(thin.double() @ thin.double().T)
@@ -165,6 +172,9 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> Tensor:
         block = block + (torch.eye(size, dtype=rows.dtype, device=rows.device) - rows @ rows.mT)
         residual += (flat - basis @ (basis.T @ flat))[:, None]
     residual = residual.view(n, size, -1).movedim(-1, 0)  # [L, n, C]
-    left = torch.linalg.solve(block, residual[..., None])[..., 0]
-    squares = left.square().mean(1)
+    # The rest of a row's weight stays: (I − M_bb) / w are the leverages of one of its copies.
+    kept = (1 - 1 / share.amax(1).clamp_min(1.0))[:, None, None]
+    block = block + kept * (torch.eye(size).to(block) - block)
+    left = torch.linalg.solve(block, residual[..., None])[..., 0] / torch.where(root > 0, root, 1.0)
+    squares = (share * left.square()).mean(1)
     return left[int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())]

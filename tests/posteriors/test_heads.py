@@ -190,7 +190,7 @@ def test_tuning_finds_the_dense_optimum(monkeypatch):
     short = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)])
     assert "rows of data" in str(short.summary())
     short.fit_prior_precision("marginal_likelihood")
-    monkeypatch.setattr(lp.Categorical, "output_curvature", lambda self, outputs, weight: None)
+    monkeypatch.setattr(lp.Categorical, "output_curvature", lambda self, *_: None)
     dense = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)])
     dense.fit_prior_precision("marginal_likelihood")
     torch.testing.assert_close(short.prior_precision, dense.prior_precision, rtol=1e-3, atol=0)

@@ -178,7 +178,7 @@ class VariationalLastLayer(Posterior):
 
     def _curvature(self, features: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
-        known = self.likelihood.output_curvature(outputs, torch.ones_like(outputs[:, 0]))
+        known = self.likelihood.output_curvature(outputs, targets, torch.ones_like(outputs[:, 0]))
         each = known.diagonal if known else self.likelihood.output_root(outputs, targets).square().sum(-1)
         columns = each.detach().clamp_min(0.0).mT.unsqueeze(-1)  # [C, n, 1]
         if not self.is_dense:
