@@ -88,7 +88,7 @@ def test_the_first_target_key_wins():
         ({"input_ids": X, "mask": X2}, "labels, label.*input_ids: .*mask: "),
         ({"labels": Y}, "no inputs.*{labels: "),
         ((X, 3), r"no tensor as its target.*\[4, 3\], int"),
-        ((X, {"labels": Y}), "no tensor as its target.*labels"),
+        ((X, {"labels": 3}), "no tensor as its target.*labels"),
         ("text", "Got: str"),
         (None, "Got: NoneType"),
     ],

@@ -25,7 +25,7 @@ from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, Un
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import describe
 from laplace_plus.likelihoods.resolve import resolve_likelihood
-from laplace_plus.network.batches import inputs_of, iterate
+from laplace_plus.network.batches import inputs_of, iterate, to_device
 from laplace_plus.network.network import Network
 from laplace_plus.predictive import Prediction, from_samples
 
@@ -206,7 +206,9 @@ class Mixture:
         with torch.no_grad():
             for batch in iterate(data, device=torch.device("cpu"), progress=progress, description="Mixture: data"):
                 own = [each.predictive(batch.inputs, generator=generator) for each in self.members]
-                logs = torch.stack([one.log_prob(batch.target.to(one.functional_mean.device)).flatten() for one in own])
+                logs = torch.stack(
+                    [one.log_prob(to_device(batch.target, one.functional_mean.device)).flatten() for one in own]
+                )
                 rows.append(logs[:, (logs != 0).any(0)].double().cpu())
         logs = torch.cat(rows, 1)
         if not logs.numel() or not bool(logs.amax(0).isfinite().all()):

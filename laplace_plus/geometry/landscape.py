@@ -167,14 +167,13 @@ class FirstOrder(Ways):
 
     def __call__(self, loss: Callable[[Batch, Tensor], Tensor], scale: float, batch: Batch, points: Tensor) -> Tensor:
         """Gradients ``[k, P]`` of ``loss(batch, point)``, which depends on nothing else but the ``scale``."""
-        leaves, rebuild = batches.flatten(batch.inputs)
-        tensors = [*leaves, batch.target]
+        tensors, rebuild = batches.flatten((batch.inputs, batch.target))
         key = scale, *((tuple(x.shape), x.dtype) for x in (points, *tensors) if isinstance(x, Tensor))
         if key in self._traced:
             return self._traced[key](points, *tensors)
 
         def mapped(points: Tensor, *tensors: Tensor) -> Tensor:
-            one = partial(loss, Batch(rebuild(tensors[:-1]), tensors[-1]))
+            one = partial(loss, Batch(*rebuild(tensors)))
             return torch.func.vmap(torch.func.grad(one))(points).detach()
 
         def traced() -> Tensor:

@@ -164,7 +164,7 @@ class LossLandscape(Landscape):
                 for own, chosen in zip(parts, indices, strict=True):
                     here = (chosen[(chosen >= first) & (chosen < first + size)] - first).tolist()
                     if here:
-                        own.append(Batch(batches.cut(batch.inputs, here), batch.target[here]))
+                        own.append(Batch(batches.cut(batch.inputs, here), batches.cut(batch.target, here)))
                 first += size
         result = []
         for own, chosen in zip(parts, indices, strict=True):
@@ -329,7 +329,7 @@ class MovedNetwork(Network):
 
 
 def _leaves(batch: Batch) -> list[Any]:
-    return [*batches.flatten(batch.inputs)[0], batch.target]
+    return batches.flatten((batch.inputs, batch.target))[0]
 
 
 def _joined(parts: list[Batch]) -> list[Batch]:
@@ -338,8 +338,7 @@ def _joined(parts: list[Batch]) -> list[Batch]:
     shapes = [{x.shape[1:] if isinstance(x, Tensor) and x.ndim else None for x in column} for column in columns]
     if len(parts) < 2 or any(len(kinds) > 1 or None in kinds for kinds in shapes):  # noqa: PLR2004
         return parts
-    *leaves, target = map(torch.cat, columns)
-    return [Batch(batches.flatten(parts[0].inputs)[1](leaves), target)]
+    return [Batch(*batches.joined([(part.inputs, part.target) for part in parts]))]
 
 
 # -- smoothness --------------------------------------------------------------------------------------------------------

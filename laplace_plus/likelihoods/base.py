@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -45,8 +46,31 @@ def widen(values: Tensor) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """Type and shape of a tensor for error messages; of anything else the type."""
+    """Type and shape of a tensor, or of several, for error messages; of anything else the type."""
+    if isinstance(value, (tuple, list, Mapping)):
+        shown = [f"{name}: {describe(own)}" for name, own in value.items()] if isinstance(value, Mapping) else None
+        return f"({', '.join(shown or map(describe, value))})"
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def each(function: Callable[[Tensor], Any], targets: Any) -> Any:
+    """A function of a target, or of each of several in a tuple, list or mapping."""
+    if isinstance(targets, Mapping):
+        return {name: each(function, own) for name, own in targets.items()}
+    if isinstance(targets, (tuple, list)):
+        return getattr(targets, "_make", type(targets))([each(function, own) for own in targets])
+    return function(targets)
+
+
+def require_one_target(likelihood: Likelihood, targets: Any) -> None:
+    """Raise LabelError for several tensors as a target, of which joint likelihoods alone know what they mean."""
+    if not isinstance(targets, Tensor):
+        what, got = f"{type(likelihood).__name__} has one tensor as its target.", describe(targets)
+        fix = (
+            "Let the network return torch.cat(outputs, -1) and pass the joint log-density, lp.LogDensity(lambda f, y: "
+        )
+        fix += "...), which takes several targets y as they are; or lp.GivenNoise for (values, their noise_std)."
+        raise LabelError(what, expected="batches (x, y) with a tensor y", got=got, fix=fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,21 +173,25 @@ class Likelihood(ABC):
         OutputError or LabelError if they do not, NonFiniteError for NaN or infinity among the outputs.
         """
         checks.finite("The network's output", outputs)
-        if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
-            expected = f"leading shape {list(outputs.shape[:-1])}"
+        lead, found = outputs.shape[:-1], list[torch.Size]()
+        each(lambda own: found.append(own.shape[: len(lead)]), targets)
+        if {*found} != {lead}:
+            expected = f"leading shape {list(lead)}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
 
         These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows. Entries of a
-        target that were not observed are NaN.
+        target that were not observed are NaN. Of several targets, in a tuple or mapping, it is each.
         """
         flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
-        targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
-        if targets.is_floating_point():
-            targets = targets.to(flat.dtype)
-        return flat, targets, torch.ones_like(flat[:, 0])
+
+        def observations(own: Tensor) -> Tensor:
+            own = own.reshape(len(flat), *own.shape[outputs.dim() - 1 :])
+            return own.to(flat.dtype) if own.is_floating_point() else own
+
+        return flat, each(observations, targets), torch.ones_like(flat[:, 0])
 
     @property
     def noise_std(self) -> Tensor | None:

@@ -38,6 +38,7 @@ from laplace_plus.likelihoods.base import (
     Marginal,
     OutputCurvature,
     describe,
+    require_one_target,
     variance_of,
     widen,
 )
@@ -147,6 +148,7 @@ class Categorical(Likelihood):
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
         checks.finite("The network's output", outputs)
+        require_one_target(self, targets)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             expected = 'at least two outputs, or likelihood="binary"'

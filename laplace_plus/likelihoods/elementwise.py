@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from laplace_plus.likelihoods.base import (
     Marginal,
     OutputCurvature,
     describe,
+    require_one_target,
     uniform_mixture,
     variance_of,
 )
@@ -62,6 +63,7 @@ class Elementwise(Likelihood):
 
     def align(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Targets ``[B, *, D]`` for outputs ``[B, *, C]``; nothing but ``[B, *]`` is broadcast: LabelError."""
+        require_one_target(self, targets)
         observations, size = outputs.shape[:-1], self.n_targets(outputs.shape[-1])
         if size == 1 and targets.shape == observations:
             return targets.unsqueeze(-1)
@@ -136,9 +138,9 @@ def observed_log_prob(law: Distribution, targets: Tensor) -> Tensor:
     return law.log_prob(torch.where(missing, law.loc, targets)) + constant
 
 
-def like_observed(drawn: Tensor, targets: Tensor) -> Tensor:
+def like_observed(drawn: Tensor, targets: Any) -> Tensor:
     """Drawn targets, NaN where the data's own are."""
-    alike = drawn.shape == targets.shape and drawn.is_floating_point()
+    alike = isinstance(targets, Tensor) and drawn.shape == targets.shape and drawn.is_floating_point()
     return drawn.where(~targets.isnan(), math.nan) if alike else drawn
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal, StudentT
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, variance_of
+from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
+from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, require_one_target, variance_of
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.sampling import cholesky, is_full, standard_normal
 
@@ -239,8 +239,16 @@ class GivenNoise(RealTargets):
     def __post_init__(self) -> None:
         checks.positive("new_noise_std", self.new_noise_std)
 
-    def align(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def align(self, outputs: Tensor, targets: Any) -> Tensor:
         """Pairs ``[B, *, C, 2]`` of targets and their noise."""
+        if isinstance(targets, (tuple, list)) and len(targets) == 2:  # noqa: PLR2004
+            values, noise = targets
+            if values.shape[: noise.dim()] != noise.shape:
+                what, expected = "The noise does not pair with the targets.", f"the shape {list(values.shape)} of y"
+                raise LabelError(what, expected=expected, got=describe(targets), fix=self.hint)
+            noise = noise.reshape(noise.shape + (1,) * (values.dim() - noise.dim()))
+            targets = torch.stack([values, noise.to(values).expand_as(values)], -1)
+        require_one_target(self, targets)
         if targets.shape == (*outputs.shape, 2):
             return targets
         if outputs.shape[-1] == 1 and targets.shape == (*outputs.shape[:-1], 2):

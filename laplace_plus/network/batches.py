@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -39,7 +39,7 @@ _ENOUGH_REPEATED = 8
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Inputs of one batch, which :func:`bind` passes to the network, and its target ``[B, ...]``."""
+    """Inputs of one batch, which :func:`bind` passes to the network, and its target ``[B, ...]``, or a tree of them."""
 
     inputs: Any
     target: Any
@@ -57,8 +57,8 @@ def split(item: Any) -> Batch:
     """Separate what a loader yields into inputs and target; DataError if either is missing, or the target no tensor.
 
     Of a pair, the inputs are the first entry as it is; of a longer tuple, the tuple of all but the last; of a mapping,
-    a new dictionary of the remaining keys. Two tensors as a target, values and their noise, are stacked along a new
-    last axis.
+    a new dictionary of the remaining keys. Several tensors as a target, in a tuple or mapping, stay as they are: joint
+    likelihoods take them, and those of values with their noise.
 
     Example:
         >>> batch = split({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])})
@@ -71,11 +71,8 @@ def split(item: Any) -> Batch:
         inputs, target = inputs_of(item), next((item[key] for key in TARGET_KEYS if key in item), None)
     elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
         inputs, target = (item[0] if len(item) == 2 else tuple(item[:-1])), item[-1]  # noqa: PLR2004
-    if isinstance(target, (tuple, list)) and len(target) == 2 and all(isinstance(part, Tensor) for part in target):  # noqa: PLR2004
-        values, noise = target
-        noise = noise.reshape(noise.shape + (1,) * (values.ndim - noise.ndim))
-        target = torch.stack([values, noise.to(values).expand_as(values)], -1)
-    if not isinstance(target, Tensor):
+    leaves = flatten(target)[0]
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         expected = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
         fix = "let the loader yield batches (a DataLoader collates examples), or rename the target's key"
         raise DataError("A batch has no tensor as its target.", expected=expected, got=describe(item), fix=fix)
@@ -128,14 +125,15 @@ def iterate(
     for index, item in enumerate(data):
         batch = split(item)
         inputs, target = to_device(batch.inputs, device), to_device(batch.target, device)
-        if target.ndim == 0 or (batch_size(inputs) == 0) != (len(target) == 0):
+        sizes = {leaf.shape[:1] for leaf in flatten(target)[0]}
+        if len(sizes) > 1 or () in sizes or (batch_size(inputs) == 0) != (batch_size(target) == 0):
             raise DataError(
                 f"Batch {index} does not pair examples with targets.",
                 expected="as many inputs as targets [B, ...]",
                 got=f"{describe(inputs)} with the target {describe(target)}",
                 fix="wrap a dataset of single examples in a DataLoader, and check the function that collates",
             )
-        if len(target) == 0:
+        if batch_size(target) == 0:
             continue
         if repeated >= 0 and isinstance(inputs, Mapping) and "input_ids" in inputs:
             repeated += _repeated_tokens(inputs, target)
@@ -150,14 +148,14 @@ def iterate(
         raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none", fix=fix)
 
 
-def _repeated_tokens(inputs: Mapping[Any, Any], target: Tensor) -> float:
+def _repeated_tokens(inputs: Mapping[Any, Any], target: Any) -> float:
     """How many targets repeat the token at their position and not the next one; −∞ if any differs from its own token.
 
     Negative targets are ignored. Of a decoder with inputs of its own, targets may be what the encoder reads.
     """
     tokens = inputs["input_ids"]
-    is_text = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.shape == target.shape  # noqa: PLR2004
-    if not is_text or target.is_floating_point() or "decoder_input_ids" in inputs:
+    is_text = isinstance(tokens, Tensor) and tokens.ndim == 2 and isinstance(target, Tensor)  # noqa: PLR2004
+    if not is_text or tokens.shape != target.shape or target.is_floating_point() or "decoder_input_ids" in inputs:
         return -math.inf
     kept, tokens = target >= 0, tokens.to(target.device)
     if bool((kept & (target != tokens)).any()):
@@ -250,7 +248,8 @@ def output_tensor(raw: Any) -> Tensor:
     found = raw.get("logits", raw.get("out")) if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if not isinstance(found, Tensor):
         expected = 'a tensor, an object with .logits, or a mapping with "logits" or "out"'
-        fix = "wrap the network in a module whose forward returns the output that the likelihood is about"
+        fix = "wrap the network in a module whose forward returns the output that the likelihood is about; of several, "
+        fix += "torch.cat(outputs, -1), with their joint log-density lp.LogDensity(function) as the likelihood"
         raise OutputError("The network's output is not one tensor.", expected=expected, got=describe(raw), fix=fix)
     return found
 
@@ -337,11 +336,17 @@ def can_be_cut(inputs: Any, size: int) -> bool:
     return found and size > 0
 
 
-def cut(inputs: Any, examples: slice | list[int]) -> Any:
+def cut(inputs: Any, examples: slice | list[int] | Tensor) -> Any:
     """Some examples of inputs that :func:`can_be_cut`."""
     if isinstance(inputs, Tensor):
         return inputs[examples] if inputs.ndim else inputs
     return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """Trees of tensors as one, each leaf concatenated along its first axis."""
+    columns = zip(*(flatten(tree)[0] for tree in trees), strict=True)
+    return flatten(trees[0])[1](map(torch.cat, columns))
 
 
 def describe(tree: Any) -> str:
@@ -404,7 +409,7 @@ class DataSums:
         """Add a batch with ``size`` examples."""
         device = self._plain.device
         total, pairs = (torch.zeros(size, dtype=torch.float64, device=device) for _ in range(2))
-        for number, leaf in enumerate([*flatten(batch.inputs)[0], batch.target], start=1):
+        for number, leaf in enumerate(flatten((batch.inputs, batch.target))[0], start=1):
             values = leaf.data if isinstance(leaf, PackedSequence) else leaf
             if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
                 continue

@@ -281,7 +281,7 @@ class SWAG(Posterior):
             for kind in ("running_mean", "running_var"):
                 found[f"{name}.{kind}" if name else kind] = torch.stack([getattr(own, kind)] * self.n_members)
         for batch in self.batches(data, progress=progress, description="SWAG: batch normalisation"):
-            size = len(batch.target)
+            size = batches.batch_size(batch.target)
             if size < 2:  # noqa: PLR2004  -- a single example has no variance
                 continue
             seen += size

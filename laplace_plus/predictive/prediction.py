@@ -20,6 +20,7 @@ from torch.distributions import Distribution, MixtureSameFamily, Normal, Student
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
+from laplace_plus.likelihoods.base import each
 from laplace_plus.likelihoods.elementwise import observed_log_prob
 from laplace_plus.likelihoods.sampling import draw, draw_seed
 from laplace_plus.linalg.estimates import jackknife, standard_error
@@ -319,7 +320,7 @@ class Prediction:
         samples = self.functional_samples
         size = samples.shape[-1]
         n = samples[0, ..., 0].numel()
-        per_sample = targets.expand(self.n_samples, *targets.shape).reshape(-1, *targets.shape[1:])
+        per_sample = each(lambda own: own.expand(self.n_samples, *own.shape).reshape(-1, *own.shape[1:]), targets)
         return self.likelihood.log_density(samples.reshape(-1, size), per_sample).reshape(self.n_samples, n)
 
     # Entropies -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from laplace_plus.curvature import FullStructure, Layout, Native
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import Batch, can_be_cut, cut, iterate
+from laplace_plus.network.batches import Batch, batch_size, can_be_cut, cut, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.predictive import from_functional
 from laplace_plus.predictive.linearized import functional_posteriors
@@ -186,7 +186,7 @@ class Deletions:
                 kept = places = weight.nonzero()[:, 0]
                 if self.most is not None and self.most * len(outputs) < len(places):
                     kept = places[torch.linspace(0, len(places) - 1, self.most * len(outputs)).round().long()]
-                outputs, targets = flat[kept], targets[kept]
+                outputs, targets = flat[kept], cut(targets, kept)
             else:
                 targets, count = batch.target, len(flat) // len(outputs)
                 # Block-diagonal roots [B, M·C, M·r] of examples, from those [B·M, C, r] of positions.
@@ -237,7 +237,7 @@ def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
     """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
     owed = 1.0
     for batch in batches:
-        size = len(batch.target)
+        size = batch_size(batch.target)
         count = round(share * size)
         if not count:  # of many small batches, some give one example
             owed += share * size
@@ -247,7 +247,7 @@ def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
             yield batch
         elif count:
             chosen = torch.linspace(0, size - 1, count).round().long().tolist()
-            yield Batch(cut(batch.inputs, chosen), batch.target[chosen])
+            yield Batch(cut(batch.inputs, chosen), cut(batch.target, chosen))
 
 
 def factor_covariances(

@@ -23,6 +23,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConvergenceWarning, DataError, NotPositiveDefiniteError, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network.batches import joined
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.priors import as_hyperparameter
@@ -179,7 +180,7 @@ def leave_one_out(
     if len(shapes) > 1:
         what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
         raise DataError(what, expected="as many positions in every batch", got=str(shapes), fix=fix)
-    mean, covariance, outputs, targets, top = (torch.cat(own) for own in zip(*parts, strict=True))
+    mean, covariance, outputs, targets, top = joined(parts)
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, likelihood)
 
 

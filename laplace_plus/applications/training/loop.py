@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from laplace_plus import checks
 from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network.batches import Batch, iterate, output_tensor
+from laplace_plus.network.batches import Batch, batch_size, iterate, output_tensor
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import uses
 from laplace_plus.posteriors.state import require_restartable
@@ -84,7 +84,7 @@ class Loop:
         """Set N and the mean batch size by a pass over the data; generators are as before."""
         states = [generator.get_state() for generator in self.generators]
         every = [self.loader] if other is None else [self.loader, other]
-        sizes = [[len(batch.target) for batch in iterate(data, device="cpu")] for data in every]
+        sizes = [[batch_size(batch.target) for batch in iterate(data, device="cpu")] for data in every]
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
         self.n_data, self.mean_batch_size = sum(sizes[-1]), sum(sizes[0]) / len(sizes[0])
@@ -96,7 +96,7 @@ class Loop:
         total, sizes = 0.0, list[int]()
         try:
             for batch in iterate(self.loader, device=self.network.device):
-                sizes.append(len(batch.target))
+                sizes.append(batch_size(batch.target))
                 self.optimizer.zero_grad()
                 loss = objective(batch)
                 checks.finite("The loss", loss.detach())

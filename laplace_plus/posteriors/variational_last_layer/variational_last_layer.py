@@ -17,7 +17,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import doubt_logits, widen
 from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
-from laplace_plus.network.batches import Batch, DataSums
+from laplace_plus.network.batches import Batch, DataSums, batch_size
 from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.gradients import Gradients, output_layer_inputs
 from laplace_plus.network.network import Network, full_precision
@@ -153,7 +153,7 @@ class VariationalLastLayer(Posterior):
         seen, count, doubt = DataSums(self.network.device), 0, 0.0
         features, targets, total = list[Tensor](), list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
-            seen.add(batch, len(batch.target))
+            seen.add(batch, batch_size(batch.target))
             index, phi, y, outputs = _head_rows(self.network, self.likelihood, batch)
             count += len(phi)
             doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0

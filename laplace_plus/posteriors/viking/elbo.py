@@ -106,8 +106,7 @@ class ELBO:
 
     def expected_nll(self, outputs: Tensor, target: Any) -> Tensor:
         """The mean over samples' outputs ``[k, B, *, C]`` of a batch's negative log-likelihood, divided by T."""
-        targets = target.expand(len(outputs), *target.shape).flatten(0, 1)
-        statistics = self.likelihood.statistics(outputs.flatten(0, 1), targets)
+        statistics = torch.stack([self.likelihood.statistics(one, target) for one in outputs]).sum(0)
         return -self.likelihood.log_likelihood(statistics) / (len(outputs) * self.temperature)
 
     def objective(self, nll: Tensor, size: int, mean: Tensor, rank: float, logs: Tensor) -> tuple[Tensor, ELBOTerms]:
