@@ -129,7 +129,7 @@ class ExampleGradients(ABC):
         return torch.cat(results)
 
     def in_basis(self, left: Any, right: Any) -> ExampleGradients:
-        """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` and ``R [G or 1, i, i]``; None for the identity."""
+        """The gradients ``Lᵀ P R``, for ``L [G, o, ·]`` and ``R [G or 1, i, ·]``; None for the identity."""
         values = self.dense(slice(0, self.n_examples))
         values = values if left is None else left.to(values.dtype).mT @ values
         return DenseGradients(values if right is None else values @ right.to(values.dtype))
@@ -254,7 +254,7 @@ class OuterGradients(ExampleGradients):
             rows = self.expand_left(raw).to(dtype)
             return rows if left is None else times(rows, left)
 
-        sizes = (self.n_positions, max(self.right_shape[0], len(right)), self.shape[2])
+        sizes = (self.n_positions, max(self.right_shape[0], len(right)), right.shape[2])
         return OuterGradients(self.raw_right, self.raw_left, expand_right, expand_left, dtype, right_sizes=sizes)
 
     def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:

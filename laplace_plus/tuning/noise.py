@@ -5,14 +5,19 @@ weights. Blocks of the curvature (KFAC, Diagonal) count more of them than there 
 interpolates leaves neither residuals nor R − γ.
 
 Leave-one-out residuals need no γ. The network's tangent ``f + J (θ − θ̃)`` is a linear model of ``y' = y − f + J θ̃``.
-With the ridge λ and ``M = λ (J Jᵀ + λ)⁻¹`` its residuals are ``q = M y'``. Refits without the outputs b of one row have
-exactly ``M_bb⁻¹ q_b`` (Allen, 1974). These have a limit where a model interpolates. The ridge is the one that makes
-them smallest. What they measure is the error on new data, ``σ²`` and what the data leave open together.
+Its weights are taken from the span of the gradients ``J_S`` of m numbers S among the outputs, drawn at random. With
+``L Lᵀ = J_S J_Sᵀ`` its features are ``Φ = J J_Sᵀ L⁻ᵀ`` (Nyström, 1930; Williams and Seeger, 2001). With the ridge λ and
+``M = I − Φ (Φᵀ Φ + λ)⁻¹ Φᵀ`` its residuals are ``q = M y'``. Refits without the outputs b of one row have exactly
+``M_bb⁻¹ q_b`` (Allen, 1974). These have a limit where a model interpolates. The ridge is the one that makes them
+smallest. What they measure is the error on new data, ``σ²`` and what the data leave open together.
+
+With m ≥ min(R, P) that is the tangent itself. Else m is doubled until the error changes by less than 1 %, so that no
+sizes are too large. The network's features were trained on the rows that are left out: where it has memorised a part of
+their noise, as wide ReLU networks without weight decay do, errors on new data are larger.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,25 +26,31 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import trained
-from laplace_plus.tuning.base import Tunable, trained_size
+from laplace_plus.structured.gradients import slices
+from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.laplace import FittedData
-from laplace_plus.tuning.tangent_model import batch_jacobian
+from laplace_plus.tuning.tangent_kernel import OutputGradients, output_gradients
 
 INTERPOLATED = 0.01
 """Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
 
-_PLENTY = 40
-"""Numbers for each weight from which ``R − P`` does, without the tangent: it is at most 1.3 % above σ."""
+_GRADIENTS, _CLOSE = (500, 1000, 2000), 0.01
+"""Numbers m whose gradients span the tangent's weights, and the change of the error below which more are not tried."""
 
-_OPERATIONS, _THIN = 5e10, 200
-"""Most multiplications ``R P min(R, P)``, at worst some twenty seconds on one core, and so at most 2.5·10⁸ numbers in
-the Jacobian ``[R, P]``. Beyond, every weight counts as spent, up to half of the numbers."""
+_NUMBERS = 30_000
+"""Most numbers in the targets that are left out; of more, as many are drawn. As at most m of them count as spent on
+weights, that makes the error larger by ``m/60 000`` at most."""
 
-_LEVELS = 33
-"""Ridges that are tried, over 16 decades at most: two for each."""
+_LEVELS, _SMALLEST, _JITTER = 33, 1e-11, 1e-12
+"""Ridges that are tried; the smallest one, relative to the largest eigenvalue; and what is added to ``J_S J_Sᵀ``,
+relative to its trace, as gradients may depend on each other."""
+
+_CHUNK = 64 * 2**20
+"""Bytes of products of features for the blocks ``M_bb`` at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +61,20 @@ class NoiseEstimate:
         noise_std: Between the deviation of the training residuals and that of the targets.
         residual_std: Root mean square of the training residuals.
         target_std: Standard deviation of the training targets.
-        route: ``"tangent"``, leave-one-out of the network's tangent; or ``"parameters"``, where there are 40 numbers or
-            more for each weight or the tangent would take too long: all weights count as spent, up to half the numbers.
         problem: What is wrong, in a sentence; empty if nothing is.
     """
 
     noise_std: Tensor
     residual_std: Tensor
     target_std: Tensor
-    route: str
     problem: str
 
 
 def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) -> NoiseEstimate:
     """A noise level from training data alone that cannot run away; see :mod:`laplace_plus.tuning.noise`.
 
-    It depends on the network and the data, not on the posterior's curvature or prior. One pass over the data, with the
-    Jacobian by all trainable weights unless that is too large. Positions of an example count as rows of their own.
+    It depends on the network and the data, not on the posterior's curvature or prior. Three passes over the data, with
+    gradients in all trainable weights. Positions of an example count as rows of their own. Draws have a fixed seed.
 
     Args:
         posterior: A fitted Gaussian posterior of a regression, which is not changed.
@@ -83,8 +91,8 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         >>> posterior = lp.KFAC(net, "regression").fit([(x, net(x).detach() + 0.01 * torch.sin(20 * x))])
         >>> estimate = noise_from_residuals(posterior)
         >>> posterior.noise_std = estimate.noise_std
-        >>> estimate.route, estimate.problem
-        ('tangent', '')
+        >>> bool(estimate.residual_std < estimate.noise_std < estimate.target_std), estimate.problem
+        (True, '')
     """
     model, network = posterior.laplace_model(), posterior.network
     likelihood = model.likelihood
@@ -92,28 +100,16 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         raise UnsupportedError("There is no noise to estimate.", expected="lp.Gaussian", got=repr(likelihood))
     data = posterior.training_data.again(data, "Noise from residuals passes over the training data.")
     errors, counts = model.statistics.double().chunk(2)
-    n_rows, size = float(counts.sum()), trained_size(network)
-    affordable = n_rows * size * max(_THIN, min(n_rows, size)) <= _OPERATIONS
-    route = "tangent" if affordable and n_rows < _PLENTY * size else "parameters"
-    fitted, parts, jacobians = FittedData(model, network, posterior.n_data), [], []
+    fitted, parts = FittedData(model, network, posterior.n_data), []
     with exact_arithmetic(network):
-        whole = network.selecting(trained)
         for batch in iterate(data, device=network.device, progress=False):
-            if route == "parameters":
-                linear = outputs = network.forward(batch.inputs)
-            else:
-                outputs, jacobian = batch_jacobian(whole, batch.inputs)
-                linear = (jacobian.double() @ whole.vector().double()).view_as(outputs)
-                jacobians.append(jacobian)
+            outputs = network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
             fitted.add(outputs, batch.target)
-            flat, target, weight = likelihood.rows(outputs.double(), batch.target)
-            share = weight[:, None] * likelihood.observed(target)
-            parts.append(
-                (target.nan_to_num(), linear.double().view_as(flat) - likelihood.gradient(flat, target), share)
-            )
+            _, target, weight = likelihood.rows(outputs.double(), batch.target)
+            parts.append((target.nan_to_num(), weight[:, None] * likelihood.observed(target)))
     fitted.check()
-    targets, linear, share = (torch.cat(column) for column in zip(*parts, strict=True))  # y, y' and weights, [n, C]
+    targets, share = (torch.cat(column) for column in zip(*parts, strict=True))  # y and weights, [n, C]
     groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 
     def by_group(values: Tensor) -> Tensor:
@@ -124,16 +120,11 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     residual = (errors / counts).sqrt()
     away = targets - (share * targets).sum(0) / share.sum(0)
     spread = (by_group(share * away.square()) / by_group((share.sum(0) - 1)[None]).clamp_min(1)).sqrt()
-    if route == "parameters":
-        error = residual / math.sqrt(1 - min(size / n_rows, 0.5))
-    else:
-        # Outputs on a common scale, so that one ridge suits all of them.
-        scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
-        each = scale.to(targets)[groups]
-        jacobian = torch.cat(jacobians) / each.repeat(len(targets))[:, None].to(jacobians[0])
-        left_out = _left_out(jacobian, linear / each, share, likelihood.n_noise > 1)
-        error = (by_group(share * (left_out * each).square()) / counts).sqrt()
-    error, problem = torch.maximum(error, residual), ""
+    # Outputs on a common scale, so that one ridge suits all of them.
+    scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
+    left_out, share = _left_out(network, likelihood, data, scale.to(targets)[groups], targets.shape)
+    error, problem = (by_group(share * left_out.square()) / by_group(share)).sqrt(), ""
+    error = torch.maximum(error, residual)
     if bool((residual < INTERPOLATED * spread).any()):
         ratio = float((residual / spread).min())
         problem = f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
@@ -141,40 +132,88 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         problem = "The network predicts left-out targets no better than their mean does."
     tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread
     noise, residual, spread = (value.reshape(likelihood.noise_std.shape) for value in tensors)
-    return NoiseEstimate(noise, residual, spread, route, problem)
+    return NoiseEstimate(noise, residual, spread, problem)
 
 
-def _left_out(jacobian: Tensor, targets: Tensor, share: Tensor, several: bool) -> Tensor:
-    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` on ``J [n·C, P]``.
+def _left_out(
+    network: Network, likelihood: Likelihood, data: Iterable[Any], scale: Tensor, shape: torch.Size
+) -> tuple[Tensor, Tensor]:
+    """Leave-one-out residuals of the tangent at some of ``shape = [n, C]`` targets, or at all, and their weights.
+
+    At the ridge of least squares of the residuals by ``scale [C]``.
+    """
+    size, several, whole = shape.numel(), likelihood.n_noise > 1, network.selecting(trained)
+    source = torch.Generator().manual_seed(0)
+    order = torch.randperm(size, generator=source)[: _GRADIENTS[-1]]
+    position, seen = torch.full((size,), -1), 0
+    position[order] = torch.arange(len(order))
+    gradients, columns, rows = [], [], []
+    with exact_arithmetic(network):
+        for batch in iterate(data, device=network.device, progress=False):
+            count = network.forward(batch.inputs).numel()
+            drawn = (position[seen : seen + count] >= 0).nonzero().squeeze(-1)
+            if len(drawn):
+                gradients.append(output_gradients(whole, batch.inputs, drawn)[0])
+                columns.append(torch.stack([position[seen + drawn], drawn % shape[1]]))
+            seen += count
+        places, outputs = torch.cat(columns, 1)
+        span = OutputGradients.join(gradients).at(places.argsort())  # the first of them are a sample, too
+        each = scale[outputs[places.argsort()].to(scale.device)]
+        for batch in iterate(data, device=network.device, progress=False):
+            flat, target, weight = likelihood.rows(network.forward(batch.inputs).double(), batch.target)
+            kept = torch.rand(len(flat), generator=source, dtype=torch.float64) * size < _NUMBERS
+            drawn = kept[:, None].expand(flat.shape).flatten().nonzero().squeeze(-1)
+            if len(drawn):
+                own, line = output_gradients(whole, batch.inputs, drawn)
+                share = (weight[:, None] * likelihood.observed(target))[kept.to(flat.device)]
+                linear = line.view(share.shape) - likelihood.gradient(flat, target)[kept.to(flat.device)]
+                kernel = (own.kernel(span) / each).view(*share.shape, -1) / scale[:, None]
+                rows.append((kernel, linear / scale, share))
+    kernel, linear, share = (torch.cat(column) for column in zip(*rows, strict=True))
+    inner = span.kernel(span) / each / each[:, None]
+    before: Tensor | None = None
+    for count in _GRADIENTS:
+        part = inner[:count, :count].clone()
+        part.diagonal().add_(_JITTER * part.trace() + torch.finfo(part.dtype).tiny)
+        triangle = torch.linalg.cholesky(part)
+        features = torch.linalg.solve_triangular(triangle, kernel[..., :count].flatten(0, 1).T, upper=False).T
+        left = _ridge_left_out(features, linear, share, several)
+        error = (share * left.square()).mean(0).sqrt()
+        if count >= len(inner) or before is not None and bool(((error - before).abs() <= _CLOSE * error).all()):
+            break
+        before = error
+    return left * scale, share
+
+
+def _ridge_left_out(features: Tensor, targets: Tensor, share: Tensor, several: bool) -> Tensor:
+    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` on features ``[n·C, m]``.
 
     At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms. A row
     counts ``share [n, C]`` times, of which one is left out, or all if less; 0 is an entry that was not observed.
     """
     n, size = targets.shape
     root = share.sqrt()
-    jacobian, targets = jacobian * root.flatten()[:, None].to(jacobian), targets * root
-    wide, flat = len(jacobian) <= jacobian.shape[1], targets.flatten()
-    thin = jacobian if wide else jacobian.T
-    values, basis = torch.linalg.eigh(thin.double() @ thin.double().T)
-    values = values.clamp_min(0.0)
-    rounding = max(1e-12, 100 * torch.finfo(jacobian.dtype).eps) * values[-1].clamp_min(1e-24)
-    if not wide:
-        kept = values > rounding
-        values, basis = values[kept], jacobian.double() @ (basis[:, kept] / values[kept].sqrt())
-    rows = basis.view(n, size, -1)  # [n, C, k]
-    top = (10 * values.sum()).clamp_min(1e-23).log10()
-    levels = torch.logspace(float(rounding.log10()), float(top), _LEVELS, dtype=torch.float64).to(values)
+    features, flat = features * root.flatten()[:, None], (targets * root).flatten()
+    values, basis = torch.linalg.eigh(features.T @ features)
+    values = values.clamp_min(1e-24)
+    kept = values > _SMALLEST * values[-1]
+    values = values[kept]
+    basis = features @ (basis[:, kept] / values.sqrt())
+    lowest, top = float((_SMALLEST * values[-1]).log10()), float((10 * values.sum()).log10())
+    levels = torch.logspace(lowest, top, _LEVELS, dtype=torch.float64).to(values)
     shrunk = levels / (values[:, None] + levels)  # [k, L]
-    products = [(rows[:, c, None] * rows).flatten(0, 1) @ shrunk for c in range(size)]
-    block = torch.stack(products).view(size, n, size, -1).permute(3, 1, 0, 2)  # M_bb [L, n, C, C]
-    residual = basis @ (shrunk * (basis.T @ flat)[:, None])
-    if not wide:  # what no weights can fit
-        block = block + (torch.eye(size, dtype=rows.dtype, device=rows.device) - rows @ rows.mT)
-        residual += (flat - basis @ (basis.T @ flat))[:, None]
+    along = basis.T @ flat
+    residual = basis @ (shrunk * along[:, None]) + (flat - basis @ along)[:, None]  # and what no weights can fit
     residual = residual.view(n, size, -1).movedim(-1, 0)  # [L, n, C]
     # The rest of a row's weight stays: (I − M_bb) / w are the leverages of one of its copies.
-    kept = (1 - 1 / share.amax(1).clamp_min(1.0))[:, None, None]
-    block = block + kept * (torch.eye(size).to(block) - block)
-    left = torch.linalg.solve(block, residual[..., None])[..., 0] / torch.where(root > 0, root, 1.0)
+    rest = (1 / share.amax(1).clamp_min(1.0))[:, None, None]
+    left = torch.empty_like(residual)
+    for some in slices(n, 8 * size * (len(values) + size * _LEVELS), _CHUNK):
+        own = basis.view(n, size, -1)[some]  # [b, C, k]
+        products = [(own[:, c, None] * own).flatten(0, 1) @ (1 - shrunk) for c in range(size)]
+        leverage = torch.stack(products).view(size, -1, size, _LEVELS).permute(3, 1, 0, 2)  # I − M_bb, [L, b, C, C]
+        block = torch.eye(size).to(own) - rest[some] * leverage
+        left[:, some] = torch.linalg.solve(block, residual[:, some, :, None])[..., 0]
+    left /= torch.where(root > 0, root, 1.0)
     squares = (share * left.square()).mean(1)
     return left[int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())]
