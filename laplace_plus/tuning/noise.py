@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods import Gaussian
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import trained
@@ -136,7 +136,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
 
 
 def _left_out(
-    network: Network, likelihood: Likelihood, data: Iterable[Any], scale: Tensor, shape: torch.Size
+    network: Network, likelihood: Gaussian, data: Iterable[Any], scale: Tensor, shape: torch.Size
 ) -> tuple[Tensor, Tensor]:
     """Leave-one-out residuals of the tangent at some of ``shape = [n, C]`` targets, or at all, and their weights.
 
