@@ -8,7 +8,8 @@ A loader is any iterable of batches. A batch is one of
 
 Inputs are trees: tensors in nested tuples, lists, named tuples and mappings. Everything else in them, including a
 ``torch.nn.utils.rnn.PackedSequence``, is a leaf and passes through unchanged. Mappings become plain dictionaries. The
-caller's own objects never change.
+caller's own objects never change. A list with one entry for each example (tensors of several lengths, mappings, objects
+of any class) is a single argument of ``forward``; see :class:`Examples`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,6 +52,10 @@ class Batch:
         return batch_size(self.inputs)
 
 
+class Examples(list[Any]):
+    """Inputs with one entry for each example: one argument of ``forward``, and cut into examples by its entries."""
+
+
 # -- from the loader to a batch ---------------------------------------------------------------------------------------
 
 
@@ -79,8 +85,13 @@ def split(item: Any) -> Batch:
     return Batch(inputs, target)
 
 
-def inputs_of(item: Any) -> Any:
-    """The inputs of what a loader yields, with or without a target; the last of several entries is one."""
+def inputs_of(item: Any, *, whole: bool | None = False) -> Any:
+    """The inputs of what a loader yields, with or without a target; the last of several entries is one.
+
+    Where a list is a ``whole`` argument, one without a list as its first entry is the inputs themselves.
+    """
+    if whole and _is_sequence(item) and item and not _is_sequence(item[0]):
+        return item
     if isinstance(item, Mapping):
         target = next((key for key in TARGET_KEYS if key in item), None)
         inputs = {name: value for name, value in item.items() if name != target}
@@ -124,8 +135,9 @@ def iterate(
     seen, repeated = False, 0.0
     for index, item in enumerate(data):
         batch = split(item)
-        inputs, target = to_device(batch.inputs, device), to_device(batch.target, device)
+        target = to_device(batch.target, device)
         sizes = {leaf.shape[:1] for leaf in flatten(target)[0]}
+        inputs = to_device(_by_example(batch.inputs, min(sizes)[0] if sizes and min(sizes) else 0), device)
         if len(sizes) > 1 or () in sizes or (batch_size(inputs) == 0) != (batch_size(target) == 0):
             raise DataError(
                 f"Batch {index} does not pair examples with targets.",
@@ -146,6 +158,29 @@ def iterate(
     if not seen:
         fix = "check the dataset and its sampler; an iterator or generator can be run over only once"
         raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none", fix=fix)
+
+
+def _by_example(inputs: Any, size: int) -> Any:
+    """Inputs with each list of ``size`` examples, which they are or hold, told from lists of arguments."""
+    if _is_sequence(inputs) and not any(map(_is_sequence, inputs)) and _are_examples(inputs, size):
+        return Examples(inputs)
+
+    def told(own: Any) -> Any:
+        return Examples(own) if type(own) is list and _are_examples(own, size) else own
+
+    if isinstance(inputs, Mapping):
+        return {key: told(own) for key, own in inputs.items()}
+    return type(inputs)(map(told, inputs)) if type(inputs) in (tuple, list) else inputs
+
+
+def _are_examples(entries: Any, size: int) -> bool:
+    """Whether there is one entry for each example: as many alike, whose tensors do not all have a row for each."""
+    if len(entries) != size or hasattr(entries, "_fields"):
+        return False
+    if len({(own.dtype, own.ndim) if isinstance(own, Tensor) else type(own) for own in entries}) > 1:
+        return False
+    tensors = tensors_in([dict(own) if isinstance(own, Mapping) else own for own in entries])
+    return not tensors or any(own.ndim == 0 or len(own) != size for own in tensors)
 
 
 def _repeated_tokens(inputs: Mapping[Any, Any], target: Any) -> float:
@@ -177,13 +212,16 @@ def _not_shifted(target: Tensor) -> LabelError:
 # -- from a batch to the network --------------------------------------------------------------------------------------
 
 
-def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bind(
+    source: nn.Module | Callable[..., Any], inputs: Any, *, whole: bool | None = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments ``(args, kwargs)`` that pass inputs to a network, from the signature of its ``forward``.
 
     * A mapping is passed by keyword if ``forward`` takes exactly such keywords. Otherwise, if none of its keys is a
       parameter of ``forward``, it is passed whole, as the one argument. A mapping of which only some keys are known is
       refused, because dropping inputs would change what the network computes.
-    * A tuple or list is spread over the positional parameters if ``forward`` takes that many, else it is passed whole.
+    * A tuple or list is spread over the positional parameters if ``forward`` takes that many, else it is passed whole;
+      :class:`Examples`, or with ``whole``, the other way round.
     * Everything else is the one argument.
 
     A wrapper's ``forward(*args, **kwargs)`` (``torch.compile``) takes mappings by keyword and tuples spread.
@@ -205,12 +243,13 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
             candidates.append(((), dict(inputs)))
     elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         candidates.append((tuple(inputs), {}))
+        whole = whole or isinstance(inputs, Examples)
     try:
         signature = inspect.signature(forward) if function is None else signature_of(function)
     except (TypeError, ValueError):  # compiled code may have none
         return candidates[0] if candidates else ((inputs,), {})
     if not (isinstance(inputs, Mapping) and signature.parameters.keys() & inputs.keys()):
-        candidates.append(((inputs,), {}))
+        candidates.insert(0 if whole else len(candidates), ((inputs,), {}))
     for args, kwargs in candidates:
         if (_takes if function else _takes.__wrapped__)(function or forward, len(owner) + len(args), tuple(kwargs)):
             return args, kwargs
@@ -314,20 +353,35 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
 
 def batch_size(inputs: Any) -> int:
     """The number of examples: the first size of a tensor with axes, or of a ``PackedSequence``; else DataError."""
-    for leaf in [inputs] if isinstance(inputs, Tensor) else flatten(inputs)[0]:
+    for leaf in _leaves(inputs):
+        if isinstance(leaf, Examples):
+            return len(leaf)
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.size(0)  # nested tensors have no shape
-    what, fix = "A batch's inputs hold no tensor with a batch dimension.", "convert the inputs to tensors, and collate"
+    what, fix = (
+        "A batch's inputs hold no tensor with a batch dimension.",
+        "convert the inputs to tensors, and collate. ",
+    )
+    fix += "Objects of your own (graphs, molecules) come as a list of as many as targets, forward's one argument"
     raise DataError(what, expected="a tensor [B, ...], also in a tuple or mapping", got=describe(inputs), fix=fix)
 
 
 def can_be_cut(inputs: Any, size: int) -> bool:
-    """Whether every tensor of the inputs, except single numbers, has its ``size`` examples along the first axis."""
+    """Whether every tensor of the inputs, except single numbers, has its ``size`` examples along the first axis.
+
+    :class:`Examples` have them as their entries, which plain lists of so many tensors may have, too.
+    """
     found = False
-    for leaf in [inputs] if isinstance(inputs, Tensor) else flatten(inputs)[0]:
-        if isinstance(leaf, Tensor):
+    if _is_sequence(inputs) and not isinstance(inputs, Examples) and len(inputs) == size and type(inputs[0]) is Tensor:
+        return False
+    for leaf in _leaves(inputs):
+        if isinstance(leaf, Examples):
+            found = len(leaf) == size
+            if not found:
+                return False
+        elif isinstance(leaf, Tensor):
             if leaf.ndim and leaf.shape[0] != size:
                 return False
             found = found or leaf.ndim > 0
@@ -340,13 +394,20 @@ def cut(inputs: Any, examples: slice | list[int] | Tensor) -> Any:
     """Some examples of inputs that :func:`can_be_cut`."""
     if isinstance(inputs, Tensor):
         return inputs[examples] if inputs.ndim else inputs
-    return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, Tensor) else leaf, inputs)
+    if isinstance(inputs, Examples):
+        return Examples(inputs[examples] if isinstance(examples, slice) else [inputs[n] for n in examples])
+    return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, (Tensor, Examples)) else leaf, inputs, Examples)
 
 
 def joined(trees: Sequence[Any]) -> Any:
     """Trees of tensors as one, each leaf concatenated along its first axis."""
-    columns = zip(*(flatten(tree)[0] for tree in trees), strict=True)
-    return flatten(trees[0])[1](map(torch.cat, columns))
+    columns = zip(*map(_leaves, trees), strict=True)
+
+    def one(leaf: Any) -> Any:
+        parts = next(columns)
+        return Examples(chain(*parts)) if isinstance(leaf, Examples) else torch.cat(parts)
+
+    return _map(one, trees[0], Examples)
 
 
 def describe(tree: Any) -> str:
@@ -366,13 +427,20 @@ def describe(tree: Any) -> str:
     return type(tree).__name__
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+def _leaves(inputs: Any) -> list[Any]:
+    """The leaves of a tree, among them whole :class:`Examples`."""
+    leaves: list[Any] = []
+    _map(leaves.append, inputs, Examples)
+    return leaves
+
+
+def _map(function: Callable[[Any], Any], tree: Any, leaf: type[Any] = PackedSequence) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _map(function, value) for key, value in tree.items()}
-    if _is_sequence(tree):
-        children = [_map(function, child) for child in tree]
+        return {key: _map(function, value, leaf) for key, value in tree.items()}
+    if _is_sequence(tree) and not isinstance(tree, leaf):
+        children = [_map(function, child, leaf) for child in tree]
         if isinstance(tree, list):
-            return children
+            return Examples(children) if isinstance(tree, Examples) else children
         # torch.Size and the structured results of torch's functions cannot be built from new entries.
         return type(tree)._make(children) if hasattr(tree, "_make") else tuple(children)
     return function(tree)
@@ -409,8 +477,10 @@ class DataSums:
         """Add a batch with ``size`` examples."""
         device = self._plain.device
         total, pairs = (torch.zeros(size, dtype=torch.float64, device=device) for _ in range(2))
-        for number, leaf in enumerate(flatten((batch.inputs, batch.target))[0], start=1):
+        for number, leaf in enumerate(_leaves((batch.inputs, batch.target)), start=1):
             values = leaf.data if isinstance(leaf, PackedSequence) else leaf
+            if isinstance(leaf, Examples):
+                values = torch.stack([_weighted(own) for own in leaf])
             if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
                 continue
             values = values.detach().to(device)
@@ -437,6 +507,13 @@ class DataSums:
 def same_sum(before: float, now: float) -> bool:
     """Whether two sums of :class:`DataSums` come from the same data, up to rounding."""
     return not abs(before - now) > 1e-6 * (1 + abs(before))
+
+
+def _weighted(example: Any) -> Tensor:
+    """A weighted sum over all entries of one example's tensors, 0-d float64."""
+    parts = [own.detach().reshape(-1).double() for own in flatten(example)[0] if isinstance(own, Tensor)]
+    entries = torch.cat([torch.zeros(1, dtype=torch.float64), *[own.cpu() for own in parts]])
+    return entries @ _irregular(0, len(entries), entries.device)
 
 
 def _irregular(start: int, stop: int, device: torch.device) -> Tensor:

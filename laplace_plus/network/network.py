@@ -130,6 +130,7 @@ class Network:
         self.missed: set[str] = set()  # parameters for which some batch missed the invariant
         self.warned: set[str] = set()  # parameters of which a warning has said what they cost
         self.reached: dict[str, bool] = {}  # whether a gradient of the outputs reaches a parameter, as far as asked
+        self.lists: bool | None = None  # whether a list is one argument of the model, once a batch was one
 
     def selecting(self, parameters: Selection) -> Network:
         """The same network with other parameters selected."""
@@ -224,8 +225,9 @@ class Network:
         return self.tensor(self.parameter_names[0]).device
 
     def receive(self, inputs: Any) -> Any:
-        """Inputs moved to the network's device."""
-        return batches.to_device(inputs, self.device)
+        """Inputs moved to the network's device; a list of examples, where the batches of the fit were such, as one."""
+        whole = self.lists and isinstance(inputs, (tuple, list))
+        return batches.to_device(batches.Examples(inputs) if whole else inputs, self.device)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -254,7 +256,7 @@ class Network:
                 else:
                     shadow = Shadow(tensors, apart, self.held.modules)
                     target = shadow.module(self.model) if self.function is None else shadow(self.function)
-                arguments, keywords = batches.bind(target, inputs)
+                arguments, keywords = self._bound(target, inputs)
                 with nullcontext() if mode is None else mode, watch:
                     found = target(*arguments, **keywords)
         except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
@@ -274,6 +276,21 @@ class Network:
         expected = "references in modules, containers, bound methods or closures"
         fix = "Register the module that holds them as an attribute of the one that calls it."
         raise UnsupportedError(what, expected=expected, got=", ".join(sorted(seen)[:4]), fix=fix)
+
+    def _bound(self, target: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as of :func:`~laplace_plus.network.batches.bind`; a list is the same in all batches."""
+        arguments, keywords = batches.bind(target, inputs, whole=self.lists)
+        if isinstance(inputs, (tuple, list)):
+            whole = bool(arguments) and arguments[0] is inputs
+            if self.lists not in (None, whole):
+                what = "A list is one argument of the network in one batch, and several arguments in another."
+                expected = "a list with an entry for each example in every batch, or in none"
+                fix = (
+                    "Yield {name: list, 'labels': y} for one argument, by its name in forward, or (x1, x2, y) for two."
+                )
+                raise DataError(what, expected=expected, got=batches.describe(inputs), fix=fix)
+            self.lists = whole
+        return arguments, keywords
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
         """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""

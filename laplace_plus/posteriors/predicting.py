@@ -25,7 +25,7 @@ from laplace_plus.errors import (
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.estimates import draw_probes
-from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of, to_device
+from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of
 from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import Network, exact_arithmetic, full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -199,7 +199,7 @@ class Predicting(ABC):
         way, many = link or self.link or likelihood.links[0], self._found.n_outputs > MANY_OUTPUTS
         count = MOST_SAMPLES if n_samples is None else checks.count("n_samples", n_samples)
         with exact_arithmetic(self.network), torch.set_grad_enabled(differentiable):
-            x = to_device(x, self.network.device)
+            x = self.network.receive(x)
             if how == "sampled":
                 if self.tangent_mean is not None or link not in (None, "mc") or differentiable:
                     what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
@@ -262,7 +262,8 @@ class Predicting(ABC):
         device = self.network.device if generator is None else generator.device
         seed, found = draw_seed(generator), []
         for item in progress_bar(data, enabled=progress, description=f"{type(self).__name__}: predict"):
-            if batch_size(inputs := inputs_of(item)):
+            inputs = self.network.receive(inputs_of(item, whole=self.network.lists))
+            if batch_size(inputs):
                 source = torch.Generator(device).manual_seed(seed)
                 found.append(self.predictive(inputs, generator=source, **options))
         if not found:

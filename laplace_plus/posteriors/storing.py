@@ -143,6 +143,7 @@ def state_dict(found: Any) -> dict[str, Any]:
         hyperparameters={name: getattr(posterior, name) for name in HYPERPARAMETERS},
         state=posterior.state,
         around=around,
+        lists=posterior.network.lists,
     )
 
 
@@ -188,7 +189,7 @@ def load_state_dict(state: Mapping[str, Any], model: nn.Module, *, likelihood: A
     with torch.random.fork_rng([]):  # constructors may draw random numbers
         cls, known = get_posterior(str(header["class"])), _likelihood(header["likelihood"], likelihood)
         posterior: Any = cls(model, known, **given)
-        device = posterior.network.device
+        posterior.network.lists, device = header.get("lists"), posterior.network.device
         hyperparameters = decode(header["hyperparameters"], tensors, device)
         vars(posterior).update(hyperparameters)
         posterior.set_state(decode(header["state"], tensors, device))

@@ -93,7 +93,7 @@ def select(
     checks.count("n_features", n_features, 1)
     checks.generator(generator)
     posterior.require_fit()
-    checks.number("k", k, most=batch_size(pool))
+    checks.number("k", k, most=batch_size(posterior.network.receive(pool)))
     with exact_arithmetic(posterior.network), torch.no_grad():
         if method in ("variance", "determinant", "targets"):
             roots = _posterior_roots(posterior, n_features, generator)
@@ -132,8 +132,8 @@ def _prior_roots(posterior: Posterior, n: int, generator: torch.Generator | None
 
 def _features(posterior: Posterior, inputs: Any, roots: Tensor, *, weighted: bool = False) -> Tensor:
     """``[B, C, S]`` float64, on the network's device; in units of the noise if weighted."""
+    inputs = posterior.network.receive(inputs)
     network, rows, size = posterior.network, [], batch_size(inputs)
-    inputs = network.receive(inputs)
     step = max(1, _ENTRIES // (max(1, posterior.n_outputs) * posterior.n_parameters))
     cuts = [slice(start, start + step) for start in range(0, size, step)] if can_be_cut(inputs, size) else []
     for part in [cut(inputs, some) for some in cuts] or [inputs]:
