@@ -131,7 +131,7 @@ class LossLandscape(Landscape):
         with exact_arithmetic(self.network):
             for batch, outputs in self._stream.survey("loss landscape: data"):
                 self.likelihood.validate(outputs, batch.target)
-                total += sum(leaf.nbytes for leaf in _leaves(batch) if isinstance(leaf, Tensor))
+                total += sum(leaf.nbytes for leaf in batches.tensors_in((batch.inputs, batch.target)))
                 if total <= _KEPT_BYTES:
                     kept.append(batch)
         return kept if total <= _KEPT_BYTES else None
@@ -329,7 +329,7 @@ class MovedNetwork(Network):
 
 
 def _leaves(batch: Batch) -> list[Any]:
-    return batches.flatten((batch.inputs, batch.target))[0]
+    return batches.leaves_of((batch.inputs, batch.target))
 
 
 def _joined(parts: list[Batch]) -> list[Batch]:

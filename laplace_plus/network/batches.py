@@ -353,7 +353,7 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
 
 def batch_size(inputs: Any) -> int:
     """The number of examples: the first size of a tensor with axes, or of a ``PackedSequence``; else DataError."""
-    for leaf in _leaves(inputs):
+    for leaf in leaves_of(inputs):
         if isinstance(leaf, Examples):
             return len(leaf)
         if isinstance(leaf, PackedSequence):
@@ -376,7 +376,7 @@ def can_be_cut(inputs: Any, size: int) -> bool:
     found = False
     if _is_sequence(inputs) and not isinstance(inputs, Examples) and len(inputs) == size and type(inputs[0]) is Tensor:
         return False
-    for leaf in _leaves(inputs):
+    for leaf in leaves_of(inputs):
         if isinstance(leaf, Examples):
             found = len(leaf) == size
             if not found:
@@ -401,7 +401,7 @@ def cut(inputs: Any, examples: slice | list[int] | Tensor) -> Any:
 
 def joined(trees: Sequence[Any]) -> Any:
     """Trees of tensors as one, each leaf concatenated along its first axis."""
-    columns = zip(*map(_leaves, trees), strict=True)
+    columns = zip(*map(leaves_of, trees), strict=True)
 
     def one(leaf: Any) -> Any:
         parts = next(columns)
@@ -427,7 +427,7 @@ def describe(tree: Any) -> str:
     return type(tree).__name__
 
 
-def _leaves(inputs: Any) -> list[Any]:
+def leaves_of(inputs: Any) -> list[Any]:
     """The leaves of a tree, among them whole :class:`Examples`."""
     leaves: list[Any] = []
     _map(leaves.append, inputs, Examples)
@@ -477,7 +477,7 @@ class DataSums:
         """Add a batch with ``size`` examples."""
         device = self._plain.device
         total, pairs = (torch.zeros(size, dtype=torch.float64, device=device) for _ in range(2))
-        for number, leaf in enumerate(_leaves((batch.inputs, batch.target)), start=1):
+        for number, leaf in enumerate(leaves_of((batch.inputs, batch.target)), start=1):
             values = leaf.data if isinstance(leaf, PackedSequence) else leaf
             if isinstance(leaf, Examples):
                 values = torch.stack([_weighted(own) for own in leaf])

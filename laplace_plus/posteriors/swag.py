@@ -124,6 +124,9 @@ class DiagonalSWAG:
             NonFiniteError: Training diverges.
         """
         moving = copy.deepcopy(network.model).train().requires_grad_(False)
+        for module in moving.modules():
+            if getattr(module, "sparse", False) is True:  # of an embedding: sparse gradients have few operations
+                module.sparse = False
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
         rates: Any = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
         optimizer, moments = torch.optim.SGD([vector], **rates), PathMoments.none(network.vector())
@@ -132,7 +135,9 @@ class DiagonalSWAG:
             for epoch in epochs:
                 for batch in batches.iterate(data, device=network.device):
                     args, keywords = batches.bind(moving, batch.inputs)
-                    raw = torch.func.functional_call(moving, network.substitute(vector), args, keywords)
+                    # An embedding with a largest norm writes to its weights, which views of others' must not be.
+                    weights = {name: own.clone() for name, own in network.substitute(vector).items()}
+                    raw = torch.func.functional_call(moving, weights, args, keywords)
                     outputs = likelihood.arrange(batches.output_tensor(raw))
                     what = f"SWAG diverged in epoch {epoch + 1}: the network's output"
                     checks.finite(what, outputs, fix="Use a smaller learning_rate.")

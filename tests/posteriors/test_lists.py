@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import laplace_plus as lp
 from laplace_plus.errors import DataError
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.network import batches
 
 D = torch.float64
@@ -211,4 +212,16 @@ def test_examples_are_cut_by_their_entries():
     assert batches.can_be_cut(marked, 2) and not batches.can_be_cut(marked, 3)
     assert not batches.can_be_cut(entries, 2)  # they may be two arguments
     part = batches.cut({"x": marked, "n": torch.arange(2)}, [1])
+    both = batches.joined([part, {"x": marked, "n": torch.arange(2)}])
+    assert len(both["x"]) == 3 and both["n"].tolist() == [1, 0, 1]
     assert part["x"][0] is entries[1] and part["n"].tolist() == [1] and type(part["x"]) is batches.Examples
+
+
+def test_landscapes_of_some_examples_of_lists():
+    model, items, y = problem("clouds")
+    landscape = LossLandscape(model, "classification", cut(items, y, CUTS[0]))
+    (part,) = landscape.subsets([torch.tensor([1, 4, 7])])
+    chosen = [items[n] for n in (1, 4, 7)]
+    want = 3 * nn.functional.cross_entropy(model(chosen), y[[1, 4, 7]], reduction="sum")
+    prior = 0.5 * sum(p.square().sum() for p in model.parameters())
+    torch.testing.assert_close(part.value(part.vector[None])[0], (want + prior).detach())
