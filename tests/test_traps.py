@@ -299,14 +299,14 @@ def test_small_logits_are_not_taken_for_those_of_a_sigmoid(seed):
             lp.KFAC(model, "binary").fit([(logits, y)])
 
 
-def test_evidence_for_probabilities():
+def test_evidence_for_another_scale():
     p = torch.tensor([[0.9], [0.2]]).double()
     y = torch.tensor([[1.0], [0.0]]).double()
     as_logits = p[0].sigmoid().log() + (1 - p[1].sigmoid()).log()  # better than a constant of ½
     excess = float((0.9 * torch.tensor(0.8)).log() - as_logits)
-    assert lp.Bernoulli().evidence_for_probabilities(p, y) == pytest.approx(excess, rel=1e-6)
-    assert lp.Bernoulli().evidence_for_probabilities(p + 0.2, y) == -torch.inf
-    assert lp.Poisson().evidence_for_probabilities(p, y) == -torch.inf
+    assert lp.Bernoulli().evidence_for_another_scale(p, y) == pytest.approx(excess, rel=1e-6)
+    assert lp.Bernoulli().evidence_for_another_scale(p + 0.2, y) == -torch.inf
+    assert lp.LogDensity(lambda f, y: f.sum(-1)).evidence_for_another_scale(p, y) == -torch.inf
 
 
 def test_warnings_point_at_the_line_that_called():

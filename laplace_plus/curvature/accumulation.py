@@ -19,6 +19,7 @@ from laplace_plus.curvature.structures import Curvature, Structure, used_differe
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network.gradients import Gradients
 from laplace_plus.structured import Block, DiagonalBlock, EmbeddingGradients, KroneckerBlock, OuterGradients
+from laplace_plus.structured.composed import SummedGradients
 from laplace_plus.structured.gradients import MIB, slices
 from laplace_plus.structured.layout import GENERAL, Layout
 
@@ -37,8 +38,12 @@ class Accumulation:
         total: The sum so far, which is added to; None begins one.
 
     Attributes:
+        together: Whether each cotangent is of all examples together, whose gradients are then summed; but a Kronecker
+            factor is of the single rows' own curvatures.
         corrects: Whether this is the second pass of EKFAC, which adds to the eigenvalues alone.
     """
+
+    together = False
 
     def __init__(
         self, gradients: Gradients, structure: Structure, n_components: int, used: Tensor, total: Curvature | None
@@ -74,9 +79,10 @@ class Accumulation:
         """Add the cotangents ``[V, B, *, C]``, which belong to components ``[V]``."""
         for layout, own in self.gradients.blocks(cotangents, self.layouts):
             block = self._blocks.get(layout.key)
+            summed = SummedGradients(own) if self.together else own
             if self.corrects:
                 if isinstance(block, KroneckerBlock):
-                    block.add(own, components)
+                    block.add(summed, components)
                 continue
             if block is None:
                 capture, dtype = self.gradients.capture, self.gradients.network.dtype
@@ -87,7 +93,7 @@ class Accumulation:
                 self._blocks[layout.key] = block
                 self.total.blocks.append((layout, block))
             if not isinstance(block, KroneckerBlock):
-                block.add(own, components)
+                block.add(summed, components)
                 continue
             if not isinstance(own, (OuterGradients, EmbeddingGradients)):
                 raise used_differently([layout.key])

@@ -105,6 +105,8 @@ class Backend(ABC):
             if value := getattr(structure, name, None):
                 what, got = f"The {self.name} backend keeps Kronecker factors as they are.", f"{name}={value}"
                 raise UnsupportedError(what, expected=f"no {name}", got=got, fix='Use backend="native".')
+        if self.name != "native" or self.kind not in ("ggn", "hessian"):
+            likelihood.require_own_rows(f"The {self.name} {self.kind} curvature adds up single rows.")
         if self.kind in ("empirical_fisher", "hessian") and likelihood.n_noise > 1:
             raise UnsupportedError(
                 f"The {self.kind} curvature mixes outputs with different noise levels.",

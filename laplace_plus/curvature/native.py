@@ -45,7 +45,8 @@ class Native(Backend):
         """Refuse by name what the backend cannot do."""
         if structure.name not in _STRUCTURES and self.kind != "hessian":
             structure = FullStructure()  # what it can do for one block, it can do for any
-        if (self.kind, structure.name) not in self.supported or self.kind in ("empirical_fisher", "hessian"):
+        unusual = likelihood.couples_rows or self.kind in ("empirical_fisher", "hessian")
+        if (self.kind, structure.name) not in self.supported or unusual:
             Backend.check(self, structure, likelihood)
 
     @override
@@ -70,6 +71,7 @@ class Native(Backend):
         # An example with nothing but ignored targets does not count.
         used = weight.view(capture.n_examples, -1).bool().any(1)
         sums = Accumulation(gradients, structure, likelihood.n_noise, used, total)
+        sums.together = likelihood.couples_rows
         if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not sums.corrects:
             direct = last_layer_curvature(gradients, structure, likelihood, observed)
             if direct is not None:
@@ -88,7 +90,12 @@ class Native(Backend):
         """
         capture, (rows, targets, weight) = gradients.capture, observed
         shape = capture.outputs.shape  # [B, *, C], pointwise [B', C]
-        if self.kind == "ggn":
+        if likelihood.couples_rows:  # cotangents of all rows
+            root = likelihood.batch_root(*observed)
+            for chunk in gradients.cotangent_chunks(root.shape[1]):
+                columns = root.mT[chunk].reshape(-1, *shape)
+                yield columns, torch.zeros(len(columns), dtype=torch.long)
+        elif self.kind == "ggn":
             root = likelihood.output_root(rows, targets) * weight[:, None, None].to(rows.dtype)
             n_columns = root.shape[-1]
             groups = likelihood.output_groups(n_columns).cpu()

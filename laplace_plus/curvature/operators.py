@@ -141,7 +141,7 @@ class _RowOperator(NetworkOperator):
                 gradients = batch_gradients(self.network, batch)
                 shape, raw = gradients.capture.output_shape, gradients.capture.outputs
                 root = self._output_root(batch, raw.view(shape), first_row)
-                rows = result[start : start + root.size].view(shape[0], -1, self.shape[1])
+                rows = result[start : start + root.size].view(root.n_apart, -1, self.shape[1])
                 unit = torch.eye(rows.shape[1], dtype=raw.dtype, device=raw.device)
                 for some in gradients.cotangent_chunks(len(unit)):
                     chosen = unit[some, None].expand(-1, len(rows), -1).flatten(1)

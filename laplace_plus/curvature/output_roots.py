@@ -18,6 +18,7 @@ class OutputRoot:
 
     def __init__(self, shape: torch.Size):
         self.shape, self.size = shape, shape.numel()
+        self.n_apart = shape[0]  # groups of coordinates that each belong to examples of their own
 
     def down(self, tangents: Tensor) -> Tensor:
         """``Sᵀ u``, ``[m, B, *, C] -> [m, k]``."""
@@ -51,11 +52,11 @@ class _SoftmaxRoot(OutputRoot):
 
 
 class _ColumnRoot(OutputRoot):
-    """Columns ``[N, k, V]``: V for each of N groups of k outputs, which are observations or whole examples."""
+    """Columns ``[N, k, V]``: V for each of N groups of k outputs: observations, examples, or the whole batch."""
 
     def __init__(self, columns: Tensor, shape: torch.Size):
         self._columns, self.shape = columns, shape
-        self.size = columns.shape[0] * columns.shape[2]
+        self.size, self.n_apart = columns.shape[0] * columns.shape[2], min(shape[0], columns.shape[0])
 
     @override
     def down(self, tangents: Tensor) -> Tensor:
@@ -80,6 +81,8 @@ def exact_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Outp
 def column_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
     """A root of Λ with its columns written out, differentiable in the outputs."""
     observations, labels, weight = likelihood.rows(outputs, targets)
+    if likelihood.couples_rows:
+        return _ColumnRoot(likelihood.batch_root(observations, labels, weight)[None], outputs.shape)
     root = likelihood.output_root(observations, labels)
     scale = _noise_weights(likelihood, root).sqrt() * weight.view(-1, 1, 1).to(root.dtype)
     return _ColumnRoot(root * scale, outputs.shape)
@@ -91,6 +94,7 @@ def gradient_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labe
     Without labels, it is the gradient at the data's own: one vector for each example and all its positions. It is
     differentiable in the outputs.
     """
+    likelihood.require_own_rows("The Fisher information adds up gradients of single rows.")
     observations, own, weight = likelihood.rows(outputs, targets)
     drawn = [own] if labels is None else [like_observed(label, own) for label in labels]
     gradients = torch.stack([likelihood.gradient(observations, label) for label in drawn], -1)

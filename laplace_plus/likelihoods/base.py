@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,15 @@ from laplace_plus.errors import (
     OutputError,
     UnsupportedError,
     unknown_option,
-    warn,
 )
 from laplace_plus.likelihoods.sampling import global_randomness
 
-_STRONG_EVIDENCE = 5.0
-"""Nats, odds of 150 to 1, by which outputs fit better as probabilities before a warning says so."""
+
+class UnnamedAxis(int):
+    """An axis that the caller has not named."""
+
+
+LAST_AXIS = UnnamedAxis(-1)
 
 
 def widen(values: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ def describe(value: Any) -> str:
     """Type and shape of a tensor, or of several, for error messages; of anything else the type."""
     if isinstance(value, (tuple, list, Mapping)):
         shown = [f"{name}: {describe(own)}" for name, own in value.items()] if isinstance(value, Mapping) else None
-        return f"({', '.join(shown or map(describe, value))})"
+        return f"{type(value).__name__} ({', '.join(shown or map(describe, value))})"
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -121,11 +124,15 @@ class Likelihood(ABC):
     Attributes:
         output_axis: Where the ``C`` outputs lie in what the network returns: ``-1``, or ``1`` for networks that return
             ``[B, C, H, W]``. Targets of ``C`` numbers lie likewise.
+        scales: What a network may return by mistake, what it should, and that once more for the error, with the fix.
         links: Names of the ways to integrate over the outputs, the default first; ``"mc"`` is Monte Carlo.
         couples_outputs: Whether ``E[y|f]`` or ``Var(y|f)`` of one target entry depends on several outputs, so that
             Monte Carlo needs their covariances and not only their variances.
         is_classifier: Whether targets are classes, with probabilities from :meth:`class_probabilities`.
         is_gaussian: Whether ``p(y|f) = N(f, σ²)``, with squared errors as statistics.
+        couples_rows: Whether the log-density of a row depends on the outputs of other rows, as in rankings and Cox's
+            partial likelihood. Each batch is then one observation: data are the batches as the loader cuts them.
+        positive_part: Whether a log-density that is not concave has the positive part of its Hessian as its curvature.
         n_noise: Number ``K`` of noise groups.
         of_new_targets: What predictions are of, where training weighs or smooths its targets; else ``None``.
         config_name: The name in :meth:`config` of a likelihood of this package; ``None`` for custom ones.
@@ -138,11 +145,19 @@ class Likelihood(ABC):
         tensor([[1.]])
     """
 
-    output_axis: int = -1
+    output_axis: int = LAST_AXIS
+    scales: ClassVar[tuple[str, str, str, str]] = (
+        "probabilities",
+        "logits",
+        "what goes into the softmax or sigmoid, or its logarithm: any real numbers",
+        "Take the last softmax or sigmoid out of the network; torch.log_softmax is fine as its last operation.",
+    )
     links: tuple[str, ...] = ("mc",)
     couples_outputs: bool = True
     is_classifier: bool = False
     is_gaussian: bool = False
+    couples_rows: bool = False
+    positive_part: bool = False
     n_noise: int = 1
     of_new_targets: Likelihood | None = None
     config_name: str | None = None
@@ -151,7 +166,8 @@ class Likelihood(ABC):
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y|f)`` of rows ``[N, C]`` and targets ``[N, ...]``, all constants included, ``[N]`` in nats.
 
-        It must be twice differentiable in the outputs, and each row's its own matter.
+        It must be twice differentiable in the outputs, and each row's its own matter, unless ``couples_rows`` says that
+        it is not: then the sum over all rows is the log-density of the batch.
         """
 
     def arrange(self, raw: Tensor) -> Tensor:
@@ -178,6 +194,8 @@ class Likelihood(ABC):
         if {*found} != {lead}:
             expected = f"leading shape {list(lead)}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
+        if not self.couples_rows:
+            self._check_rows(outputs, targets)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
@@ -192,6 +210,31 @@ class Likelihood(ABC):
             return own.to(flat.dtype) if own.is_floating_point() else own
 
         return flat, each(observations, targets), torch.ones_like(flat[:, 0])
+
+    def _check_rows(self, outputs: Tensor, targets: Any) -> None:
+        """Refuse rows that depend on each other: the Hessian's products with some rows are zero at all others."""
+        with torch.inference_mode(False), torch.enable_grad():
+            rows, targets, _ = self.rows(outputs.detach(), each(torch.clone, targets))
+            f, _, gradient = _negative_gradient(self, rows, targets)
+            probe = 0.5 + torch.linspace(0, f.numel() * 0.618034, f.numel()).to(f).view(f.shape) % 1.0
+            # Any two rows differ in some bit of their numbers.
+            for bit in range(max(len(f) - 1, 0).bit_length() if gradient.requires_grad else 0):
+                some = (torch.arange(len(f), device=f.device) >> bit) % 2 == 1
+                options: Any = {"retain_graph": True, "materialize_grads": True}
+                product = torch.autograd.grad(gradient, f, probe * some.unsqueeze(-1), **options)[0].abs()
+                if product[~some].max() > torch.finfo(f.dtype).eps ** (2 / 3) * product[some].max():
+                    raise UnsupportedError(
+                        "The log-densities of some rows depend on the outputs of other rows.",
+                        expected="each row's log-density to be its own matter, or couples_rows=True",
+                        got=f"second derivatives of {float(product[~some].max()):.3g} between different rows",
+                        fix="Pass lp.LogDensity(function, couples_rows=True), or set couples_rows = True in your "
+                        "class: each batch is then one observation.",
+                    )
+
+    def require_own_rows(self, what: str) -> None:
+        """Raise UnsupportedError, of which ``what`` is the first sentence, where rows depend on each other."""
+        if self.couples_rows:
+            raise UnsupportedError(what, expected="rows that are independent given their outputs", got=repr(self))
 
     @property
     def noise_std(self) -> Tensor | None:
@@ -222,6 +265,7 @@ class Likelihood(ABC):
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Λ = -∂² log p(y|f) / ∂f²`` of every row at unit noise, ``[N, C, C]``."""
+        self.require_own_rows("Rows that depend on each other have no curvature of their own.")
         f, attached, gradient = _negative_gradient(self, outputs, targets)
         if not gradient.requires_grad:  # the log-density is linear in the outputs
             return f.new_zeros(*f.shape, f.shape[-1])
@@ -237,15 +281,35 @@ class Likelihood(ABC):
         return None
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A root of the curvature, ``S Sᵀ = Λ`` at unit noise, ``[N, C, V]``; ``UnsupportedError`` if not concave."""
-        hessian = self.output_hessian(outputs, targets)
+        """A root of the curvature, ``S Sᵀ = Λ`` at unit noise, ``[N, C, V]``.
+
+        Of its positive part with ``positive_part``; otherwise UnsupportedError if the log-density is not concave.
+        """
+        return self._root(self.output_hessian(outputs, targets))
+
+    def batch_root(self, outputs: Tensor, targets: Any, weight: Tensor) -> Tensor:
+        """With ``couples_rows`` a root ``[N·C, N·C]`` of the Hessian of a batch's ``-Σ_n w_n log p_n`` by all outputs.
+
+        Errors as of :meth:`output_root`.
+        """
+        f, attached, gradient = _negative_gradient(self, outputs, targets, weight)
+        options: Any = {"create_graph": attached, "retain_graph": True, "materialize_grads": True}
+        if not gradient.requires_grad:
+            return f.new_zeros(f.numel(), f.numel())
+        with torch.enable_grad():
+            rows = [torch.autograd.grad(entry, f, **options)[0].flatten() for entry in gradient.flatten()]
+            hessian = torch.stack(rows)
+            return self._root((hessian + hessian.mT) / 2)
+
+    def _root(self, hessian: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(hessian)
-        if values.numel():
+        if values.numel() and not self.positive_part:
             eps = torch.finfo(values.dtype).eps
             if bool(values.min() < -(eps**0.5) * values.abs().max() - 10 * eps * values.shape[-1]):
                 what = "The log-density is not concave at these outputs."
                 got = f"an eigenvalue of {float(values.min()):.3g}"
-                fix = "Override output_root by a root of the expected Fisher information, or use a sampled one"
+                fix = "For the positive part of the Hessian pass lp.LogDensity(function, positive_part=True), or set "
+                fix += 'positive_part = True in your class; or take backend=lp.Native("empirical_fisher")'
                 raise UnsupportedError(what, expected="a positive semi-definite -∂² log p(y|f) / ∂f²", got=got, fix=fix)
         return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
@@ -258,8 +322,8 @@ class Likelihood(ABC):
         """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""
         return float(weight.sum()) * (1 if self.couples_outputs else n_outputs)
 
-    def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
-        """Nats by which a batch's outputs fit better as probabilities than as logits; −∞ if they cannot be any."""
+    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
+        """Nats by which a batch's outputs fit better on the first of ``scales`` than the second; −∞ if they cannot."""
         return -math.inf
 
     def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
@@ -333,24 +397,6 @@ class Likelihood(ABC):
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
 
-def doubt_logits(likelihood: Likelihood, evidence: float) -> None:
-    """Refuse, or warn of, a network that seems to return probabilities where the likelihood takes logits.
-
-    ``evidence`` is the sum of :meth:`Likelihood.evidence_for_probabilities` over all data.
-    """
-    rows = ", in rows that sum to one" if evidence == math.inf else f", {evidence:.0f} nats better as probabilities"
-    found = OutputError(
-        f"The network returns probabilities, and {type(likelihood).__name__} takes logits.",
-        expected="what goes into the softmax or sigmoid, or its logarithm: any real numbers",
-        got=f"outputs between 0 and 1 for all of the data{rows}",
-        fix="Take the last softmax or sigmoid out of the network; torch.log_softmax is fine as its last operation.",
-    )
-    if evidence == math.inf:
-        raise found
-    if evidence > _STRONG_EVIDENCE:
-        warn(str(found))
-
-
 def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
     """The variances ``[..., C]``, clamped at zero against rounding."""
     if covariance.dim() > mean.dim():
@@ -365,7 +411,9 @@ def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFam
     return MixtureSameFamily(Categorical(logits=logits, validate_args=False), components, validate_args=False)
 
 
-def _negative_gradient(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tuple[Tensor, bool, Tensor]:
+def _negative_gradient(
+    likelihood: Likelihood, outputs: Tensor, targets: Any, weight: Tensor | None = None
+) -> tuple[Tensor, bool, Tensor]:
     """Outputs that require gradients, whether the caller needs a graph back to them, and ``-∂ log p / ∂f`` there."""
     attached = outputs.requires_grad and torch.is_grad_enabled()
     f = outputs if attached else outputs.detach().clone().requires_grad_()
@@ -373,6 +421,9 @@ def _negative_gradient(likelihood: Likelihood, outputs: Tensor, targets: Tensor)
         log_density = likelihood.log_density(f, targets)
         if log_density.shape != outputs.shape[:1]:
             what = f"{type(likelihood).__name__}.log_density returns the wrong shape."
-            raise ConfigurationError(what, expected=f"[{len(outputs)}], one number a row", got=describe(log_density))
+            fix = "Of one number for a batch as a whole pass lp.LogDensity(function, couples_rows=True)"
+            expected, got = f"[{len(outputs)}], one number a row", describe(log_density)
+            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
+        log_density = log_density if weight is None else log_density * weight
         (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
     return f, attached, gradient

@@ -34,6 +34,7 @@ from torch.special import log_ndtr
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import (
+    LAST_AXIS,
     Likelihood,
     Marginal,
     OutputCurvature,
@@ -120,7 +121,7 @@ class Categorical(Likelihood):
     """
 
     ignore_index: int = -100
-    output_axis: int = -1
+    output_axis: int = LAST_AXIS
     weight: Any = None
     label_smoothing: float = 0.0
     config_name = "categorical"
@@ -194,10 +195,11 @@ class Categorical(Likelihood):
             return super().n_terms(targets, weight, n_outputs)
         return float((torch.tensor(self.weight, device=targets.device)[targets] * weight).sum())
 
-    def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
+    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
         """∞ where no entry is negative and every row sums to one, up to rounding."""
-        error = (widen(outputs).sum(-1) - 1).abs().max()
-        return math.inf if outputs.min() >= 0 and error <= torch.finfo(outputs.dtype).eps ** 0.5 else -math.inf
+        if outputs.min() < 0 or (widen(outputs).sum(-1) - 1).abs().max() > torch.finfo(outputs.dtype).eps ** 0.5:
+            return -math.inf
+        return math.inf
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log softmax(f)_y``, ``[N]``; in general ``Σ_k t_k log p_k``."""

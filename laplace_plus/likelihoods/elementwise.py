@@ -182,7 +182,7 @@ class Bernoulli(Elementwise):
         """``log sigmoid(±f_c)``, ``[N, C]``; unlike a cross-entropy without cancellation where p is close to y."""
         return logsigmoid((2 * targets - 1) * outputs)
 
-    def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
+    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
         """The log-likelihood of outputs in [0, 1] as probabilities, less that as logits, or as the best constant.
 
         Logits of a trained network may all lie in [0, 1] where one class is a little more frequent. As probabilities
@@ -255,6 +255,12 @@ class Poisson(Elementwise):
     output_axis: int = -1
     config_name = "poisson"
     links = ("exact", "mc")
+    scales = (
+        "rates",
+        "log-rates",
+        "any real numbers",
+        "Leave out the last exp or softplus, or return torch.log of it.",
+    )
     wrong_targets = "Some targets are not counts."
     valid_targets = "whole numbers, 0 or more, or NaN where one is missing"
     hint = 'Use likelihood="regression" for real numbers.'
@@ -267,6 +273,12 @@ class Poisson(Elementwise):
     def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``y_c f_c - exp f_c - log y_c!``, ``[N, C]``."""
         return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
+
+    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
+        """The log-likelihood of positive outputs as rates, less that as their logarithms."""
+        if outputs.min() <= 0:
+            return -math.inf
+        return float(self.statistics(outputs.log(), targets) - self.statistics(outputs, targets))
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``exp(f/2)``."""

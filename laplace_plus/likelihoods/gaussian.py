@@ -14,7 +14,7 @@ from torch.distributions import Distribution, MultivariateNormal, Normal, Studen
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, describe, require_one_target, variance_of
+from laplace_plus.likelihoods.base import LAST_AXIS, Likelihood, Marginal, describe, require_one_target, variance_of
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.sampling import cholesky, is_full, standard_normal
 
@@ -173,8 +173,15 @@ class HeteroscedasticGaussian(RealTargets):
                  [0.0000, 0.5000]]])
     """
 
-    output_axis: int = -1
+    output_axis: int = LAST_AXIS
     config_name = "heteroscedastic_gaussian"
+    scales = (
+        "variances or deviations",
+        "log-variances",
+        "any real numbers, of which exp is the variance",
+        "Return torch.log(variance), or 2 * torch.log(deviation), beside the means; or leave out the last softplus or "
+        "exp, and train so.",
+    )
     couples_outputs = True
 
     def n_targets(self, n_outputs: int) -> int:
@@ -192,6 +199,15 @@ class HeteroscedasticGaussian(RealTargets):
         """``-½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N, D]``."""
         mean, log_variance = outputs.chunk(2, -1)
         return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI)
+
+    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
+        """The larger log-likelihood of positive numbers as variances or deviations, less that as log-variances."""
+        mean, spread = outputs.chunk(2, -1)
+        if spread.min() <= 0:
+            return -math.inf
+        readings = spread.log(), 2 * spread.log(), spread
+        first, second, own = (self.statistics(torch.cat([mean, one], -1), targets) for one in readings)
+        return float(torch.maximum(first, second) - own)
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``(exp(-l/2), √½)``, ``[N, 2 D]``, of the expected information."""

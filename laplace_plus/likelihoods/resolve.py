@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.likelihoods.base import Likelihood
+from laplace_plus.likelihoods.base import LAST_AXIS, Likelihood
 from laplace_plus.likelihoods.categorical import Categorical
 from laplace_plus.likelihoods.elementwise import Bernoulli, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, GivenNoise, HeteroscedasticGaussian
@@ -27,7 +27,7 @@ _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "poisson": Poisson,
 }
 
-Density = Callable[[Tensor, Tensor], Tensor]
+Density = Callable[[Tensor, Any], Tensor]
 
 
 @final
@@ -36,10 +36,16 @@ class LogDensity(Likelihood):
 
     Args:
         function: ``(outputs [N, C], targets [N, ...]) -> [N]``, the log-density of every row, all constants included,
-            twice differentiable in the outputs.
+            twice differentiable in the outputs. Of several targets, it gets all of them as the loader has them.
         distribution: ``outputs [..., C] -> torch.distributions.Distribution``; without it predictions have a mean (the
             network's outputs) and a log-density, but no variance and no entropy.
         output_axis: The axis of the outputs in the network's output.
+        couples_rows: Whether rows depend on each other, as in rankings and Cox's partial likelihood: the function's
+            value ``[N]``, or 0-d, is summed to the log-density of the batch, which is one observation.
+        positive_part: Whether the curvature is the positive part of a Hessian that need not be positive semi-definite.
+
+    Raises:
+        ConfigurationError: A distribution of single rows that depend on each other.
 
     Example:
         >>> cauchy = LogDensity(lambda f, y: torch.distributions.Cauchy(f, 1.0).log_prob(y).sum(-1))
@@ -48,16 +54,27 @@ class LogDensity(Likelihood):
     """
 
     def __init__(
-        self, function: Density, distribution: Callable[[Tensor], Distribution] | None = None, *, output_axis: int = -1
+        self,
+        function: Density,
+        distribution: Callable[[Tensor], Distribution] | None = None,
+        *,
+        output_axis: int = LAST_AXIS,
+        couples_rows: bool = False,
+        positive_part: bool = False,
     ):
         self._function, self._distribution, self.output_axis = function, distribution, output_axis
+        self.couples_rows, self.positive_part = couples_rows, positive_part
+        if couples_rows and distribution is not None:
+            what, got = "Rows that depend on each other have no distribution each.", "couples_rows=True"
+            raise ConfigurationError(what, expected="one of distribution= and couples_rows=True", got=got)
 
     def __repr__(self) -> str:
         return f"LogDensity({getattr(self._function, '__qualname__', self._function)})"
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The function's value, ``[N]``."""
-        return self._function(outputs, targets)
+        """The function's value, ``[N]``; one number for a batch is shared by its rows."""
+        value = self._function(outputs, targets)
+        return value.expand(len(outputs)) / len(outputs) if self.couples_rows and value.dim() == 0 else value
 
     def distribution(self, outputs: Tensor) -> Distribution:
         """``p(y|f)``; :class:`UnsupportedError` if it was not given."""

@@ -23,7 +23,7 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.likelihoods.doubts import Doubts
 from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import tied_names
@@ -123,7 +123,7 @@ class GaussianPosterior(Posterior):
         ``accumulate`` takes the place of the backend's.
         """
         curvature: Curvature | None = None
-        statistics, n_data, n_outputs, doubt = torch.zeros(()), 0, 0, 0.0
+        statistics, n_data, n_outputs, doubts = torch.zeros(()), 0, 0, Doubts(self.likelihood)
         separate = accumulate is None and earlier is None and self.noise_per_output
         add = self.backend.accumulate if accumulate is None else accumulate
         with suppress(EmptyDataError) if reduce is not None else nullcontext():
@@ -138,10 +138,9 @@ class GaussianPosterior(Posterior):
                     raise DataError(what, expected=f"{n_outputs} outputs", got=f"{outputs.shape[-1]}", fix=fix)
                 statistics = statistics + self.likelihood.statistics(outputs, batch.target).cpu()
                 n_data, n_outputs = n_data + len(outputs), outputs.shape[-1]
-                possible = doubt > -math.inf and outputs.min() >= 0 and outputs.max() <= 1
-                doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target) if possible else -math.inf
-        if doubt > 0:
-            doubt_logits(self.likelihood, doubt)
+                doubts.add(outputs, batch.target)
+        if n_data:
+            doubts.settle()
         own = None
         if curvature is not None:
             own = GaussianState(self.network.vector(), n_data, n_outputs, curvature, statistics)

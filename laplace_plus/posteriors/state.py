@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import DataError
-from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.likelihoods.doubts import Doubts
 from laplace_plus.network.batches import DataSums, same_sum
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.public import zero_curvature
@@ -128,16 +128,16 @@ def require_same_data(of: str, before: tuple[int, float | None], now: tuple[int,
 
 def survey(posterior: Any, data: Iterable[Any]) -> tuple[int, int, float]:
     """Number of examples, of outputs, and a sum by which the data are known again; SelectionError without a target."""
-    sums, n_outputs, doubt, counts = DataSums(posterior.network.device), 0, 0.0, False
+    sums, n_outputs, counts = DataSums(posterior.network.device), 0, False
+    doubts = Doubts(posterior.likelihood)
     for batch in posterior.batches(data):
         outputs = posterior.network.forward(batch.inputs)
         posterior.likelihood.validate(outputs, batch.target)
-        doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)
+        doubts.add(outputs, batch.target)
         sums.add(batch, len(outputs))
         counts = counts or bool(posterior.likelihood.rows(outputs, batch.target)[2].any())
         n_outputs = outputs.shape[-1]
     if not counts:
         raise zero_curvature(posterior)
-    if doubt > 0:
-        doubt_logits(posterior.likelihood, doubt)
+    doubts.settle()
     return sums.count, n_outputs, sums.values()[0]

@@ -291,6 +291,8 @@ class Prediction:
         Raises:
             LabelError: If the targets do not fit the likelihood.
         """
+        if not self.joint:
+            self.likelihood.require_own_rows("Without joint=True, a log-probability is of single rows.")
         self.likelihood.validate(self.functional_mean, y)
         outputs, targets, weight = self.likelihood.rows(self.functional_mean, y)
         lead = self.functional_mean.shape[:-1]
@@ -320,6 +322,8 @@ class Prediction:
         samples = self.functional_samples
         size = samples.shape[-1]
         n = samples[0, ..., 0].numel()
+        if self.likelihood.couples_rows:
+            return torch.stack([self.likelihood.log_density(one.reshape(n, size), targets) for one in samples])
         per_sample = each(lambda own: own.expand(self.n_samples, *own.shape).reshape(-1, *own.shape[1:]), targets)
         return self.likelihood.log_density(samples.reshape(-1, size), per_sample).reshape(self.n_samples, n)
 

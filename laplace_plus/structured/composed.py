@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients import ExampleGradients, times
+from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, times
 from laplace_plus.structured.layout import ParameterSlices
 from laplace_plus.structured.one_hot import OutputLayerGradients
 
@@ -55,6 +55,25 @@ class SelectedGradients(DerivedGradients):
     @override
     def dense(self, examples: slice) -> Tensor:
         return self.source.dense(examples).flatten(2)[:, :, None, None, self.positions]
+
+
+@dataclass
+class SummedGradients(DerivedGradients):
+    """The sums of other gradients over all their examples, as those of one example."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.n_examples = 1
+
+    @override
+    def dense(self, examples: slice) -> Tensor:
+        source, total = self.source, torch.zeros((), dtype=self.dtype, device=self.device)
+        if not isinstance(source, OuterGradients):
+            return sum([values.sum(1, keepdim=True) for _, values in source.chunks()], total)
+        for own in source.side_chunks():
+            right = source.right(own).expand(-1, -1, self.shape[0], -1)
+            total = total + torch.einsum("vbsgo,bsgi->vgoi", source.left(own), right)
+        return total.unsqueeze(1)
 
 
 @dataclass

@@ -207,10 +207,7 @@ class Auto:
         room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
         data, missing = _data_of_fit(posterior, room)
         if data is None:
-            why = f"{missing}, so that nothing was left out to compare with the network."
-            warn(f"{why} Held-out data= would tell.", NoGainWarning)
-            found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
-            return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
+            return self._by_evidence(posterior, evidence, missing, progress)
         first = next(iter(iterate(data, device=posterior.network.device)))
         rows = n_data * posterior.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
         share = min(1.0, ENOUGH / n_data, room / rows)
@@ -233,6 +230,8 @@ class Auto:
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
             deletions.leverages = "first_order"
             left_out = search(deletions, noisy=noisy)
+        except UnsupportedError as failure:  # a log-density that is not concave, or has no second derivatives
+            return self._by_evidence(posterior, evidence, str(failure).partition(". ")[0], progress)
         between = None
         if model.likelihood.is_classifier and rows == n_data:
             try:
@@ -273,6 +272,13 @@ class Auto:
             neighbour_accuracy=None if between is None else between.accuracy,
         )
 
+    def _by_evidence(self, posterior: Tunable, evidence: TuningResult, missing: str, progress: bool) -> AutoTuning:
+        """The evidence's choice, and a warning of why there is no other."""
+        why = f"{missing}, so that nothing was left out to compare with the network."
+        warn(f"{why} Held-out data= would tell.", NoGainWarning)
+        found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
+        return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
+
     def _end_of_training(
         self, posterior: Tunable, data: Iterable[Any], rows: int, share: float, noisy: bool, progress: bool
     ) -> tuple[Tensor, TrainingEnd | None, str]:
@@ -299,6 +305,8 @@ def _data_of_fit(posterior: Tunable, room: float) -> tuple[Iterable[Any] | None,
     """The data that can be left out within ``room`` examples' operations, or None and the reason."""
     if room < min(LEAST, posterior.n_data):
         return None, f"The covariances of {posterior.laplace_model().n_outputs} outputs are too large"
+    if posterior.likelihood.couples_rows:
+        return None, "The rows of a batch depend on each other"
     try:
         return posterior.training_data.again(None, "The default tuning passes over the training data."), ""
     except DataError:

@@ -156,11 +156,13 @@ class _Precisions:
     def predictions(self, inputs: Any, seed: int) -> Iterator[Prediction]:
         """The prediction at each point, with the same random numbers: they differ by their merits alone."""
         outputs = outputs_for(self._link, self._n_outputs)
-        found = functional_posteriors(self._network, self._factor_sets, inputs, outputs=outputs, layouts=self._layouts)
+        joint = self.likelihoods[0].couples_rows
+        chosen: Any = {"outputs": None if joint else outputs, "joint": joint, "layouts": self._layouts}
+        found = functional_posteriors(self._network, self._factor_sets, inputs, **chosen)
         for (_, likelihood), (mean, covariance) in zip(self.points, found, strict=True):
             common = torch.Generator(device=mean.device).manual_seed(seed)
-            options: Any = {"link": self._tuner.link, "n_samples": self._tuner.n_samples, "generator": common}
-            yield from_functional(likelihood, mean, covariance, **options)
+            options: Any = {"link": self._tuner.link, "n_samples": self._tuner.n_samples, "joint": joint}
+            yield from_functional(likelihood, mean, covariance, generator=common, **options)
 
 
 class _Settings:
@@ -168,7 +170,8 @@ class _Settings:
 
     def __init__(self, tuner: Validation, posterior: Any):
         self._posterior, grids = posterior, dict(posterior.tunables())
-        self._options = {"n_samples": tuner.n_samples} | ({} if tuner.link is None else {"link": tuner.link})
+        self._options = {"n_samples": tuner.n_samples, "joint": posterior.likelihood.couples_rows}
+        self._options |= {} if tuner.link is None else {"link": tuner.link}
         self.names = tuple(grids)
         if tuner.grid is not None:
             grids[self.names[-1]] = checked_grid(tuner.grid, zero=True).tolist()

@@ -144,6 +144,7 @@ def _noise(posterior: GaussianPosterior, like: Tensor) -> Tensor:
 
 def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor) -> Tensor:
     checks.shape("The network's output", outputs, [None, None])
+    posterior.likelihood.require_own_rows("Rows that depend on each other have no influence each.")
     posterior.likelihood.validate(outputs, targets)
     weight = posterior.likelihood.rows(outputs, targets)[2].to(outputs)
     return posterior.likelihood.gradient(outputs, targets) / _noise(posterior, outputs) * weight[:, None]

@@ -40,7 +40,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.curvature import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.likelihoods.doubts import Doubts
 from laplace_plus.linalg import Estimate, Operator, cg
 from laplace_plus.linalg.estimates import draw_probes, jackknife, standard_error
 from laplace_plus.linalg.nystrom import nystrom
@@ -71,19 +71,18 @@ class TangentCurvature(GGNOperator):
 
     n_batches = 0
     n_classes = 0
-    _doubt = 0.0
 
     def __init__(self, network: Network, likelihood: Likelihood, data: Iterable[Any], *, chunk_size: int = CHUNK_SIZE):
         noise = likelihood.noise_std
         unit = likelihood if noise is None else likelihood.with_noise(torch.ones_like(noise))
+        self._doubts = Doubts(likelihood)
         super().__init__(network, unit, data, chunk_size=chunk_size)
-        if self._doubt > 0:
-            doubt_logits(likelihood, self._doubt)
+        self._doubts.settle()
 
     @override
     def _look_at(self, batch: Batch, outputs: Tensor) -> None:
         super()._look_at(batch, outputs)
-        self._doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target)
+        self._doubts.add(outputs, batch.target)
         self.n_batches += 1
         self.n_classes = outputs.shape[-1]
 

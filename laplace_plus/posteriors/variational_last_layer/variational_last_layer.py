@@ -14,7 +14,8 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import doubt_logits, widen
+from laplace_plus.likelihoods.base import widen
+from laplace_plus.likelihoods.doubts import Doubts
 from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
 from laplace_plus.network.batches import Batch, DataSums, batch_size
@@ -150,13 +151,12 @@ class VariationalLastLayer(Posterior):
 
         Of regression all is in the state's sums.
         """
-        seen, count, doubt = DataSums(self.network.device), 0, 0.0
+        seen, count, doubts = DataSums(self.network.device), 0, Doubts(self.likelihood)
         features, targets, total = list[Tensor](), list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
             seen.add(batch, batch_size(batch.target))
-            index, phi, y, outputs = _head_rows(self.network, self.likelihood, batch)
+            index, phi, y, outputs = _head_rows(self.network, self.likelihood, batch, doubts)
             count += len(phi)
-            doubt += self.likelihood.evidence_for_probabilities(outputs, y) if len(phi) else 0.0
             if self.likelihood.is_gaussian:
                 residuals = y - phi @ _weights(self.network.vector(), index).mT
                 new = [phi.mT @ phi, phi.mT @ residuals, residuals.square().sum(0)]
@@ -167,8 +167,7 @@ class VariationalLastLayer(Posterior):
             total = [*map(add, total, new)] if total else new
         if not count:
             raise zero_curvature(self)
-        if doubt > 0:
-            doubt_logits(self.likelihood, doubt)
+        doubts.settle()
         state = LastLayer(self.network.vector(), seen.count, len(index), index, seen.values()[0])
         if self.likelihood.is_gaussian:
             gram, cross, squares = total
@@ -309,11 +308,12 @@ def _head_features(network: Network, capture: Capture) -> tuple[Tensor, Tensor]:
     return found[0].index[0].to(found[1].device), found[1].double()
 
 
-def _head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, ...]:
+def _head_rows(network: Network, likelihood: Likelihood, batch: Batch, doubts: Doubts) -> tuple[Tensor, ...]:
     """The index, features ``[n, D]``, targets and outputs ``[n, C]`` of a batch, without rows that are ignored."""
     capture = capture_batch(network, batch)
     outputs = capture.outputs.view(capture.output_shape)
     likelihood.validate(outputs, batch.target)
+    doubts.add(outputs, batch.target)
     index, features = _head_features(network, capture)
     rows, targets, weights = likelihood.rows(outputs, batch.target)
     targets = targets.double() if targets.is_floating_point() else targets
