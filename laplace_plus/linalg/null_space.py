@@ -116,7 +116,7 @@ class Projection:
         residual: ``‖A P v‖ / (‖A‖ ‖v‖)``, ``[k]``. For an ill-conditioned A a small residual does not imply a small
             distance from the projection.
         iterations: Iterations or sweeps, ``[k]``.
-        converged: Whether the tolerance was met, ``[k]`` bool.
+        converged: Whether the tolerance was met, or rounding allows no more, ``[k]`` bool.
     """
 
     value: Tensor

@@ -1,38 +1,38 @@
 """Laplace from the leading eigenpairs of the curvature.
 
 Restarted Lanczos iterations find the pairs from products with the curvature, which pass over the data many times but
-hold no matrix. The rest of the evidence's determinant, ``tr log(I + H_rest/δ)``, is estimated by stochastic Lanczos
-quadrature on the orthogonal complement (Ubaru et al., 2017), once for every prior precision.
+hold no matrix. The evidence is that of the whole curvature: the rest of its determinant is estimated by stochastic
+Lanczos quadrature (Ubaru et al., 2017), once for all scalar prior precisions; several precisions take products anew.
+Up to 1000 parameters the curvature is written out, and nothing is estimated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus import checks, kernels
-from laplace_plus.checks import PRODUCTS
+from laplace_plus import checks
 from laplace_plus.curvature import Curvature, LowRankStructure, Structure, curvature_operator
-from laplace_plus.errors import ConvergenceWarning, warn
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
-from laplace_plus.linalg.estimates import draw_probes
+from laplace_plus.linalg import Estimate, Operator
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import settle, whole_layout
 from laplace_plus.network.network import Network, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.public import require_one_noise
-from laplace_plus.posteriors.state import GaussianState, require_restartable
-from laplace_plus.structured import LowRankBlock, SampledSpectrum
+from laplace_plus.posteriors.state import GaussianState, require_restartable, require_same_data
+from laplace_plus.structured import LowRankBlock
 
-MOST_RESTARTS, REMAINDER_DEPTH = 50, 10
-"""Of the Lanczos iteration for the pairs, and its steps for each vector that estimates the rest."""
+REMAINDER_FIX = "remainder_probes=0 takes the evidence of the low-rank curvature alone."
+AGAIN = "The remainder under several prior precisions passes over the training data."
 
 
 class LowRank(GaussianPosterior):
@@ -41,8 +41,8 @@ class LowRank(GaussianPosterior):
     Choose it for networks that are too large for :class:`Full` where layers should not be taken as independent. Memory
     is ``rank`` vectors of the network's size, and ``2 rank + 1`` (at least ``rank + 20``) while fitting, which passes
     over the data about twice ``rank`` times. Directions outside the eigenvectors keep the prior's variance, so that a
-    rank that is too small overestimates the uncertainty. Takes scalar priors; with ``remainder_probes=0`` also
-    layer-wise and diagonal ones.
+    rank that is too small overestimates the uncertainty. One precision for each entry is only tuned with
+    ``remainder_probes=0``.
 
     With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian. Its negative eigenvalues are left
     out, and there is no correction for the rest.
@@ -51,8 +51,9 @@ class LowRank(GaussianPosterior):
         model, likelihood: As for :class:`Posterior`.
         rank: Largest number of eigenpairs that are kept.
         tolerance: An eigenpair counts once ``‖H u − λ u‖ ≤ tolerance · λ_max``.
-        remainder_probes: Number of random vectors that estimate the correction of the evidence's determinant for what
-            the pairs leave out, with ten passes over the data; 0 for the evidence of the low-rank curvature alone.
+        remainder_probes: Number of random vectors that tell the evidence what the pairs leave out, with twenty products
+            of each at the fit, and at each evaluation under several precisions, for which the training data are needed.
+            Tuning says how accurate they made it. 0 for the evidence of the low-rank curvature alone.
         **common: As for :class:`Posterior`: parameters, prior_precision, prior_mean, temperature, backend.
 
     Example:
@@ -74,7 +75,7 @@ class LowRank(GaussianPosterior):
         *,
         rank: int = 50,
         tolerance: float = 1e-4,
-        remainder_probes: int = 8,
+        remainder_probes: int = 32,
         **common: Any,
     ):
         self.rank = checks.count("rank", rank)
@@ -86,14 +87,14 @@ class LowRank(GaussianPosterior):
     def remainder(self) -> Estimate:
         """The correction of the evidence's log-determinant for the rest, ``tr log(I + H_rest/(T δ))``.
 
-        Half of it is subtracted from the log evidence. Its standard error is that of a normal distribution, from the
-        spectrum as the random vectors saw it, and rather too large in small networks; ``converged`` says whether the
-        last quarter of the Lanczos steps changed it by less than that. With ``remainder_probes=0`` or a Hessian nothing
-        is estimated, and the value is zero.
+        Half of it is subtracted from the log evidence. Its standard error is that of the mean over the random vectors;
+        ``converged`` says whether the last quarter of the Lanczos steps changed it by less than that. With
+        ``remainder_probes=0`` or a Hessian the value is zero, and up to 1000 parameters it is exact.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            UnsupportedError: A prior precision that differs from entry to entry.
+            DataError: Several precisions, and training data that are not known.
+            UnsupportedError: Several precisions, and a curvature of sampled labels.
         """
         model = self.laplace_model()
         weights = model.weights() / self._temperature.to(model.vector.device)
@@ -135,38 +136,26 @@ class LowRank(GaussianPosterior):
         return replace(state, curvature=Curvature([(whole_layout(self.network), block)])), seen
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
-        total = self.network.n_parameters
-        wanted = min(self.rank, total)
-        tolerance = max(self.tolerance, 2 * PRODUCTS.get())  # half precision converges no further
-        limits: Any = {"tolerance": tolerance, "max_restarts": MOST_RESTARTS}
-        pairs = eigsh(operator, total, wanted, generator=generator, **limits)
-        if not pairs.converged:
-            warn(
-                f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {tolerance:g} "
-                f"within {MOST_RESTARTS} restarts; only these are kept. Raise the tolerance, or ask for a lower rank.",
-                ConvergenceWarning,
-            )
-        values = pairs.values.double()
-        # Values below ten units of rounding of the largest one are rounding errors, whatever the number of weights.
-        rounding = 10 * torch.finfo(pairs.values.dtype).eps
-        kept = values > rounding * values.clamp(min=0).amax() if len(values) else values > 0
-        values, vectors = values[kept], pairs.vectors[kept]
-        indefinite = self.backend.kind == "hessian"
-        complete = wanted == total or len(values) < len(pairs.values)
-        if self.remainder_probes == 0 or indefinite or complete:
-            return LowRankBlock(values, vectors, SampledSpectrum.unknown(values.device))
-        probes = draw_probes(
-            "signs", self.remainder_probes, total, generator=generator, dtype=operator.dtype, device=operator.device
-        )
+        probes = 0 if self.backend.kind == "hessian" else self.remainder_probes  # whose rest is indefinite
+        return LowRankBlock.of(operator, self.rank, probes, tolerance=self.tolerance, generator=generator)
 
-        def project(z: Tensor) -> Tensor:
-            return z - kernels.inner_products(z, vectors) @ vectors
+    @override
+    def evidence_curvature(self, state: GaussianState) -> Curvature:
+        """The pairs with products of the training data, which are looked for where several precisions ask for them."""
+        ((layout, block),) = state.curvature
+        assert isinstance(block, LowRankBlock)
 
-        # Where the pairs are complete, the rest is rounding error and not even symmetric.
-        depth = min(REMAINDER_DEPTH, total)
-        rest = lanczos(lambda z: project(operator(project(z))), project(probes), depth, check_symmetry=False)
-        floor = rounding * float(values.amax()) if len(values) else 0.0
-        return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))
+        @cache
+        def operator() -> Operator:
+            if self.backend.kind == "ggn_mc":
+                what = "The sampled labels of the fit are not kept, with which several precisions need products."
+                raise UnsupportedError(what, expected='kind="ggn", or structure="scalar"', fix=REMAINDER_FIX)
+            data = self.training_data.again(None, f"{AGAIN} {REMAINDER_FIX}")
+            found = curvature_operator(self.backend, self.network, self.likelihood, data)
+            require_same_data("the fit", (self.n_data, None), (getattr(found, "n_data", self.n_data), 0.0))
+            return found
+
+        return Curvature([(layout, replace(block, operator=lambda vectors: operator()(vectors)))])
 
 
 class _OverRanks(Operator):

@@ -1,9 +1,22 @@
-"""Symmetric matrices of low rank, with what stochastic Lanczos quadrature knows of the rest of the spectrum."""
+"""Symmetric matrices of low rank, with what stochastic Lanczos quadrature knows of the rest of the spectrum.
+
+With eigenpairs (Λ, U) of H and the rest R, ``M = w UᵀΛU + D`` and ``M⁻¹ = S Sᵀ``,
+
+    log det(w H + D) = log det M + tr log(I + C),    C = w Sᵀ R S.
+
+Under a common δ, C is ``(w/δ) R``: one Lanczos decomposition for each random vector z serves every w and δ. Other
+diagonals D need products anew, but their derivatives none:
+
+    ∂ tr log(I + C) / ∂D_p = −E (S z)_p (S C (I + C)⁻¹ z)_p,
+
+where the vectors ``C (I + C)⁻¹ z`` lie in the Krylov spaces of the values (arXiv 2405.17277 has such gradients in
+general). The vectors z are always the same, so that the function is smooth.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -12,12 +25,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from laplace_plus.errors import UnsupportedError
-from laplace_plus.kernels import symmetric_eigen
+from laplace_plus.checks import PRODUCTS
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.kernels import inner_products, symmetric_eigen
+from laplace_plus.linalg import LanczosDecomposition, Operator, eigsh, lanczos
+from laplace_plus.linalg.estimates import draw_probes, standard_error
+from laplace_plus.linalg.linear_maps import attach_one
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
 from laplace_plus.structured.composed import DerivedGradients
 from laplace_plus.structured.gradients import MIB, ExampleGradients, slices
 from laplace_plus.structured.log_determinants import require_positive
+
+PAIRS, MOST_RESTARTS, REMAINDER_DEPTH = 50, 50, 20
+"""Eigenpairs where nobody asks for a rank, and restarts of their search; steps for each vector for the rest."""
+
+WHOLE = 1000
+"""Sides up to which H is written out by products with the unit vectors, and nothing is estimated. On two layers of 16
+units the search for 50 pairs alone took twenty times as long."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +66,17 @@ class SampledSpectrum:
         return cls(none, none)
 
     @classmethod
-    def of(cls, tridiagonal: Tensor, scale: Tensor, *, floor: float = 0.0) -> SampledSpectrum:
-        """From tridiagonal matrices ``[m, K, K]`` of Lanczos decompositions for vectors of norms ``1 / scale [m]``.
+    def exact(cls, values: Tensor) -> SampledSpectrum:
+        """All eigenvalues ``[k]``, as two vectors that agree: standard errors are zero."""
+        nodes = values.double().expand(2, 2, -1)
+        return cls(nodes.clone(), torch.ones_like(nodes))
 
-        Nodes up to ``floor`` are rounding errors and count as zero.
-        """
-        matrix = tridiagonal.double()
-        depth = matrix.shape[-1]
-        norms = scale.double().square().reciprocal()
+    @classmethod
+    def of(cls, found: Sequence[LanczosDecomposition], *, floor: float = 0.0) -> SampledSpectrum:
+        """From Lanczos decompositions; nodes up to ``floor`` are rounding errors and count as zero."""
+        depth = max(own.hessenberg.shape[-1] for own in found)
+        padded = [pad(own.hessenberg, (0, depth - own.hessenberg.shape[-1]) * 2) for own in found]
+        matrix, norms = torch.cat(padded).double(), torch.cat([own.scale for own in found]).double() ** -2
         nodes, weights = [], []
         for steps in (depth, depth - max(1, depth // 4)):
             values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])
@@ -63,23 +90,10 @@ class SampledSpectrum:
         """Number of random vectors."""
         return self.nodes.shape[1]
 
-    def trace(self, f: Callable[[Tensor], Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``tr f(H)`` for H ``[n, n]``, differentiable in what f depends on; m must be positive.
-
-        With signs as entries the variance for one vector is ``2 (‖f(H)‖² − Σ f(H)_ii²)``, at most ``2 (‖f(H)‖² −
-        tr² f(H)/n)``. The same vectors estimate that better than the few values tell their variance, whose
-        distribution is skewed: intervals are those of a normal distribution.
-
-        Returns:
-            0-d float64 each: the estimate, its standard error (infinite for a single vector), and the change by the
-            last quarter of the Lanczos steps.
-        """
-        values = f(self.nodes)
-        full, earlier = (self.weights * values).sum(-1)
-        squares, value = (self.weights[0] * values[0].square()).sum(-1).mean(), full.mean()
-        sem = (2 / len(full) * (squares - value.square() / n)).clamp(min=0).sqrt().detach()
-        sem = sem if len(full) > 1 else torch.full_like(sem, torch.inf)
-        return value, sem, (full - earlier).detach().mean().abs()
+    def forms(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """``zᵀ f(H) z`` for each vector z, ``[m]``, and the same after fewer steps; differentiable in f."""
+        full, earlier = (self.weights * f(self.nodes)).sum(-1)
+        return full, earlier
 
     def plus(self, other: SampledSpectrum) -> SampledSpectrum:
         """The quadratures of a sum of traces. Where one has fewer vectors, each of them has a larger weight."""
@@ -211,6 +225,10 @@ def _columns(vectors: Tensor, diagonal: Tensor) -> Iterator[tuple[slice, Tensor,
         yield columns, vectors[:, columns].double(), flat[columns]
 
 
+def _log_determinant(matrix: Tensor) -> Tensor:
+    return 2 * torch.linalg.cholesky(matrix).diagonal().log().sum()
+
+
 def gram(vectors: Tensor, diagonal: Tensor) -> Tensor:
     """``U D⁻¹ Uᵀ`` in float64, ``[r, r]``; differentiable in D, 0-d or with n entries."""
     result = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device=vectors.device)
@@ -224,18 +242,20 @@ def gram(vectors: Tensor, diagonal: Tensor) -> Tensor:
 class LowRankBlock(Block):
     """``H = Uᵀ diag(values) U + H_rest`` over a vector of n entries.
 
-    The rest only enters determinants. Random vectors orthogonal to U estimated its spectrum, so that it can be
-    evaluated for every prior precision without another product.
+    The rest only enters determinants: its spectrum, or what random vectors told of it, under one prior precision, and
+    products under several.
 
     Attributes:
         values: Positive ``[r]``, float64.
         vectors: U, ``[r, n]``. Formulas do not take its rows to be exactly orthonormal.
         rest: The spectrum of the rest.
+        operator: Products with H, ``[k, n] -> [k, n]``, where they are at hand.
     """
 
     values: Tensor
     vectors: Tensor
     rest: SampledSpectrum
+    operator: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
 
     storage: ClassVar[str] = "low rank"
     _spectrum: Tensor | None = field(default=None, init=False, repr=False)
@@ -244,6 +264,64 @@ class LowRankBlock(Block):
         self.kind = f"rank {len(self.values)}"
         self.n_components = 1
         self.shape = (1, 1, self.vectors.shape[1])
+
+    @classmethod
+    def of(
+        cls,
+        operator: Operator,
+        rank: int | None,
+        probes: int,
+        *,
+        tolerance: float = 1e-4,
+        generator: torch.Generator | None = None,
+    ) -> LowRankBlock:
+        """The leading pairs of H, and what ``probes`` random vectors tell of the rest; warns of pairs that are missing.
+
+        Costs two to three products for each pair (:data:`PAIRS`, or all up to :data:`WHOLE`, without a rank), and 20
+        for each random vector; memory is ``2 rank + 1`` vectors, at least 20 more than the rank, or 160.
+        """
+        total, whole = operator.shape[0], operator.shape[0] <= WHOLE
+        rank = min(total if rank is None and whole else rank or PAIRS, total)
+        pairs = eigsh(
+            operator,
+            total,
+            wanted := total if whole else rank,
+            tolerance=(tolerance := max(tolerance, 2 * PRODUCTS.get())),  # half precision converges no further
+            max_restarts=MOST_RESTARTS,
+            subspace=total + 2 if whole else None,
+            generator=generator,
+        )
+        if not pairs.converged:
+            warn(
+                f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {tolerance:g} "
+                f"within {MOST_RESTARTS} restarts; only these are kept. Raise the tolerance, or ask for a lower rank.",
+                ConvergenceWarning,
+            )
+        values = pairs.values.double()
+        # Values below ten units of rounding of the largest one are rounding errors, whatever the number of weights.
+        rounding = 10 * torch.finfo(pairs.values.dtype).eps
+        kept = values > rounding * values.clamp(min=0).amax() if len(values) else values > 0
+        positive, vectors, none = values[kept], pairs.vectors[kept], SampledSpectrum.unknown(values.device)
+        found = cls(positive[:rank], vectors[:rank], none)
+        if probes == 0 or len(positive) <= rank and (whole or not bool(kept.all())):
+            return found
+        if whole:
+            return replace(found, rest=SampledSpectrum.exact(positive[rank:]))
+        drawn = draw_probes("signs", probes, total, generator=generator, dtype=operator.dtype, device=operator.device)
+        floor = rounding * float(values.amax()) if len(values) else 0.0
+        spaces = found._krylov(lambda z: found._beside(operator(found._beside(z))), found._beside(drawn))
+        return replace(found, rest=SampledSpectrum.of(spaces, floor=floor))
+
+    def _beside(self, vectors: Tensor) -> Tensor:
+        """The part of vectors ``[k, n]`` that is orthogonal to U."""
+        return vectors - inner_products(vectors, self.vectors) @ self.vectors
+
+    def _krylov(self, product: Callable[[Tensor], Tensor], start: Tensor) -> list[LanczosDecomposition]:
+        """Decompositions for start vectors ``[k, n]``, eight at a time or more."""
+        depth = min(REMAINDER_DEPTH, start.shape[1])
+        parts = start.split(max(8, 256 * MIB // (8 * depth * start.shape[1])))
+        # Where the pairs are complete, the rest is rounding error and not even symmetric.
+        return [lanczos(product, part, depth, parameters=(), check_symmetry=False) for part in parts]
 
     @override
     def add_(self, other: Block) -> None:
@@ -265,25 +343,73 @@ class LowRankBlock(Block):
             self._spectrum = symmetric_eigen(root[:, None] * gram(self.vectors, one) * root)[0].clamp(min=0)
         return self._spectrum
 
-    def remainder(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``tr log(I + H_rest/δ)`` for a diagonal δ that is one number.
+    @cached_property
+    def _matrix(self) -> Tensor:
+        """H written out, float64."""
+        assert self.operator is not None
+        return self.operator(torch.eye(self.shape[2]).to(self.vectors)).double()
 
-        Returns:
-            As :meth:`SampledSpectrum.trace`; zeros where the rest was not estimated. Differentiable.
+    def forms(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
+        """``zᵀ log(I + C) z`` for each of the random vectors, as :meth:`SampledSpectrum.forms`; differentiable.
 
         Raises:
-            UnsupportedError: A diagonal that differs from entry to entry.
+            UnsupportedError: A diagonal that differs from entry to entry, and no products.
         """
-        if not len(self.rest):
-            zero = torch.zeros((), dtype=torch.float64, device=self.vectors.device)
-            return zero, zero, zero
-        if diagonal.ndim:
+        weight, diagonal = weights[0].double(), diagonal.double()
+        if not diagonal.ndim:
+            return self.rest.forms(lambda nodes: torch.log1p(nodes * (weight / diagonal)))
+        if self.operator is None:
             what = "The remainder of a low-rank curvature is only known under one prior precision for all parameters."
             fix = "Pass remainder_probes=0 to take the evidence of the low-rank curvature alone."
             got = f"one precision for each of {diagonal.numel()} parameters"
             raise UnsupportedError(what, expected='structure="scalar"', got=got, fix=fix)
-        ratio = weights[0].double() / diagonal.double()
-        return self.rest.trace(lambda nodes: torch.log1p(nodes * ratio), self.vectors.shape[1])
+        n = self.vectors.shape[1]
+        if n <= WHOLE:
+            rest = _log_determinant(weight * self._matrix + diagonal.flatten().diag()) - self._of_pairs(
+                weight, diagonal
+            )
+            return (rest.expand(2),) * 2
+        with torch.no_grad():
+            own = diagonal.flatten()
+            factor, root, operator = self.factor(weight[None], diagonal), own.sqrt(), self.operator
+
+            def turned(vectors: Tensor) -> Tensor:  # S v
+                return factor.sample(vectors.view(-1, *self.shape)).flatten(1)
+
+            def product(vectors: Tensor) -> Tensor:
+                moved = self._beside(operator(self._beside(turned(vectors))))
+                return (turned(moved / root) * (root * weight)).to(vectors)
+
+            signs = draw_probes("signs", len(self.rest), n, generator=torch.Generator().manual_seed(0))
+            signs = signs.to(self.vectors)
+            spaces = self._krylov(product, signs)
+            slopes = []  # of each vector in D
+            for space, z in zip(spaces, signs.split([len(space.scale) for space in spaces]), strict=True):
+                values, vectors = torch.linalg.eigh(space.hessenberg.double())
+                shrunk = (values / (1 + values) * vectors[:, 0])[:, None] * vectors / space.scale[:, None, None]
+                y = (shrunk.sum(-1)[:, None].to(z) @ space.vectors)[:, 0]
+                slopes.append(-turned(z) * turned(y))
+            slope = torch.cat(slopes)
+            full, earlier = SampledSpectrum.of(spaces).forms(torch.log1p)
+
+        def pullback(cotangent: Tensor) -> tuple[Tensor, Tensor]:
+            gradient = cotangent @ slope.double()
+            return -(gradient @ own) / weight, gradient.view_as(diagonal)
+
+        return attach_one(full, [weight, diagonal], pullback), earlier
+
+    def remainder(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``tr log(I + C)``, differentiable; zeros where the rest was not estimated; errors as :meth:`forms`.
+
+        Returns:
+            0-d float64 each: the estimate, its standard error (infinite for a single vector), and the change by the
+            last quarter of the Lanczos steps.
+        """
+        if not len(self.rest):
+            zero = torch.zeros((), dtype=torch.float64, device=self.vectors.device)
+            return zero, zero, zero
+        full, earlier = self.forms(weights, diagonal)
+        return full.mean(), standard_error(full.detach()), (full - earlier).detach().mean().abs()
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
@@ -293,10 +419,13 @@ class LowRankBlock(Block):
         if not diagonal.ndim:
             own = torch.log1p(self.eigenvalues() * weight / diagonal).sum()
             return own + rest + diagonal.log() * self.shape[2]
+        return self._of_pairs(weight, diagonal) + rest
+
+    def _of_pairs(self, weight: Tensor, diagonal: Tensor) -> Tensor:
+        """``log det M`` for a diagonal ``[1, 1, n]``."""
         root = (self.values * weight).sqrt()
         inner = root[:, None] * gram(self.vectors, diagonal) * root
-        lower = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype, device=inner.device))
-        return 2 * lower.diagonal().log().sum() + diagonal.log().sum()
+        return _log_determinant(inner + torch.eye(len(root)).to(inner)) + diagonal.log().sum()
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> LowRankFactor:

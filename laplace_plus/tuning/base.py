@@ -40,6 +40,8 @@ class TuningResult:
         predictive_mean: ``"tangent"`` if linearised predictions are to be around θ*, else ``"network"``.
         link: What ``predictive`` is to take by default; None for the likelihood's first.
         covariance_scale: That of the posterior.
+        sem: Standard error of the value, where random vectors estimate it.
+        precision_sem: That of the log precision which is known worst; above 0.01 nothing has converged.
         settings: Attributes of the posterior that stand in for a prior precision, and their chosen values.
     """
 
@@ -55,6 +57,8 @@ class TuningResult:
     predictive_mean: str = field(default="network", kw_only=True)
     link: str | None = field(default=None, kw_only=True)
     covariance_scale: float = field(default=1.0, kw_only=True)
+    sem: float = field(default=0.0, kw_only=True)
+    precision_sem: float = field(default=0.0, kw_only=True)
     settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
 
@@ -126,7 +130,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
         evidence = given.pop("evidence")
         checks.choice("evidence", evidence, kinds)
-        name = "tangent" if evidence == "tangent" else name
+        name = {"tangent": "tangent", "laplace": "marginal_likelihood"}[evidence]
     if name not in tuners:
         raise unknown_option(owner, str(name), ("auto", *tuners), word="tuner (unknown method)")
     cls = tuners[name]

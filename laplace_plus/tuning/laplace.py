@@ -26,7 +26,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network, ambient_autocast
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.structured import Block, Factor
+from laplace_plus.structured import Block, Factor, LowRankBlock
 from laplace_plus.structured.layout import Layout, ParameterSlices
 from laplace_plus.structured.log_determinants import Spectrum
 
@@ -180,6 +180,14 @@ class LaplaceModel:
         fit, scatter = fit.to(precision.device) / temperature, self.scatter(prior.structure)
         fit = torch.addcmul(fit, precision, scatter, value=-0.5) if not scatter.ndim else fit - precision @ scatter / 2
         return torch.sub(fit, self._log_ratio(prior.structure, precision, weights), alpha=0.5)
+
+    def forms(self, precision: Tensor, temperature: Any = 1.0, noise_std: Any = None) -> Tensor | None:
+        """What each random vector tells of log det Λ, ``[m]`` float64, differentiable; None where none are used."""
+        ((layout, block), *_) = self.curvature
+        if not isinstance(block, LowRankBlock) or not len(block.rest):
+            return None
+        weights = self.weights(noise_std) / as_hyperparameter(temperature).to(self.vector.device, torch.float64)
+        return block.forms(weights, self.diagonals(precision)[layout.key])[0]
 
     def effective_dimension(self, precision: Any, temperature: Any = 1.0) -> Tensor:
         """``γ = P − tr(Λ⁻¹ P₀)``, 0-d float64: the sum of ``∂ (log det P₀ − log det Λ)/∂ log λ`` over precisions λ."""

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
+from laplace_plus.linalg.estimates import standard_error
 from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
-from laplace_plus.structured import DiagonalBlock
+from laplace_plus.structured import DiagonalBlock, LowRankBlock
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.groups import NAME as NORMALISED
 from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal, g_prior_scaling
@@ -39,6 +40,9 @@ SPAN = math.log(1e30)
 
 WIDEST = 1e-4
 """Least precision of a single entry, as a part of the best common one: less would gain γ/20 000 nats in all."""
+
+KNOWN = 0.01
+"""Largest standard error of a log precision, from random vectors, that passes without a warning."""
 
 NOISE_SHIFTS = (-1.0, 0.0, 0.7)
 """Log noise levels of the coarse grid, beside those of the residuals: with T < 1 or many parameters they differ."""
@@ -85,6 +89,10 @@ class Objective:
                 "A precision for each entry leaves nothing to scale.", expected="another structure", got=repr(structure)
             )
         tune_noise = tunes_noise(model.likelihood, tune_noise)
+        if (kind == "diagonal" or scaling is not None) and is_sampled(model):
+            what = "Random vectors do not tell what the curvature has in single entries."
+            fix = "With remainder_probes=0 lp.LowRank takes its pairs alone."
+            raise UnsupportedError(what, expected='structure="scalar" or groups, without scaling', fix=fix)
         diagonal = None if scaling is None else g_prior_scaling(model, kind)
         return cls(model, kind, posterior.temperature.detach(), tune_noise, groups, diagonal)
 
@@ -151,7 +159,8 @@ class Objective:
     def start(self) -> Tensor:
         """The best point of a coarse grid: far away from the optimum the evidence is flat."""
         # One precision for all: the evidence is that of a scalar prior, which costs less.
-        quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
+        costly = self.structure == "diagonal" or is_sampled(self.model)
+        quick = replace(self, structure="scalar") if costly else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
         levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
         noises = [torch.zeros(0, dtype=torch.float64, device="cpu")]
@@ -159,11 +168,10 @@ class Objective:
             noises = [self.model.residual_noise() + shift for shift in NOISE_SHIFTS]
         # Where outputs have noise levels of their own, blocks keep the decomposition at the last ones.
         pairs = [(level, noise) for noise in noises for level in levels]
-        own = self.scales[: quick.n_precisions]
         with torch.no_grad():
-            values = [quick.value(torch.cat([own + level, noise])) for level, noise in pairs]
+            values = [quick.value(torch.cat([quick.scales + level, noise])) for level, noise in pairs]
         level, noise = pairs[max(range(len(pairs)), key=values.__getitem__)]
-        return torch.cat([self.scales + level, noise])
+        return torch.cat([(quick.scales + level).expand(self.n_precisions), noise])
 
     @cached_property
     def box(self) -> Tensor:
@@ -175,6 +183,11 @@ class Objective:
             return box
         noise = self.model.residual_noise()
         return torch.cat([box, torch.stack([noise - 12, noise + 8])], 1)
+
+
+def is_sampled(model: LaplaceModel) -> bool:
+    """Whether random vectors estimate a part of the curvature's determinant."""
+    return any(isinstance(block, LowRankBlock) and len(block.rest) > 0 for _, block in model.curvature)
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,26 @@ class EvidencePoint:
         n = self.objective.n_precisions
         effective = 2 * self.gradient[:n] + self.logarithms[:n].exp() * self.objective.scatter()
         return effective.clamp(min=0.0).minimum(self.objective.sizes())
+
+    def sampling_errors(self) -> tuple[float, float]:
+        """Standard errors of the value, and of the log precision that is known worst, by random vectors; or zeros.
+
+        Those of the gradient pass through the inverse Hessian, by differences of gradients.
+        """
+        objective, model = self.objective, self.objective.model
+        with torch.enable_grad():
+            point = self.logarithms.clone().requires_grad_()
+            precision, noise = objective.split(point)
+            if (forms := model.forms(precision, objective.temperature, noise)) is None:
+                return 0.0, 0.0
+            rows = torch.stack([torch.autograd.grad(one, point, retain_graph=True)[0] / 2 for one in forms])
+        value = float(standard_error(forms.detach())) / 2
+        if bool(torch.eq(rows, rows[0]).all()):  # nothing is estimated
+            return value, 0.0
+        steps = 1e-2 * torch.eye(len(point), dtype=torch.float64)
+        hessian = torch.stack([objective.at(self.logarithms + step).gradient - self.gradient for step in steps]) / 1e-2
+        moved = rows @ torch.linalg.pinv((hessian + hessian.mT) / 2)
+        return value, float(standard_error(moved)[: objective.n_precisions].max())
 
     def predicted_gain(self) -> float:
         """The gain of the best step along the gradient, in nats, by a quadratic model.
@@ -357,8 +390,21 @@ class EvidenceTuner:
         precision, noise = objective.split(now.logarithms)
         if now.pressing <= self.tolerance:  # of which there was a warning
             warn_of_noise(now)
-        precision, groups = precision.to(objective.model.vector.dtype), objective.groups
-        return TuningResult(self.name, precision, noise, now.value, converged, now.norm, count, groups=groups)
+        sem, precision_sem = now.sampling_errors()
+        if precision_sem > KNOWN:
+            converged = unknown_precision(f"Tuning by {self.name}", precision_sem)
+        return TuningResult(
+            method=self.name,
+            prior_precision=precision.to(objective.model.vector.dtype),
+            noise_std=noise,
+            value=now.value,
+            converged=converged,
+            gradient_norm=now.norm,
+            n_evaluations=count,
+            groups=objective.groups,
+            sem=sem,
+            precision_sem=precision_sem,
+        )
 
 
 @dataclass(frozen=True)
@@ -403,6 +449,13 @@ class ExpectationMaximisation(EvidenceTuner):
     """Maximises the Laplace evidence by steps that never lower it; arguments as for :class:`MarginalLikelihood`."""
 
     name: ClassVar[str] = "em"
+
+
+def unknown_precision(what: str, error: float) -> bool:
+    """Warn that random vectors tell a precision no better; False."""
+    figure = f"random vectors tell the precision that is known worst within {error:.1%} (standard error)"
+    warn(f"{what} has not converged: {figure}; ask for more of them.", ConvergenceWarning)
+    return False
 
 
 def warn_of_noise(now: EvidencePoint) -> None:

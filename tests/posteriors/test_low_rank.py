@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.posteriors import low_rank as module
+from laplace_plus.structured import low_rank as module
 from laplace_plus.testing import assert_untouched, snapshot
 
 RANK = 6
@@ -22,6 +23,26 @@ def problem(n=40, classes=3):
     x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
     y = (x[:, :classes] + 0.5 * torch.randn(n, classes, generator=generator, dtype=torch.float64)).argmax(1)
     return model, list(zip(x.split(25), y.split(25), strict=True))
+
+
+def trained(kind):
+    """A small network at the optimum of its loss, its data and likelihood."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(80, 2, generator=generator, dtype=torch.float64)
+    f = x.sin() + 0.3 * torch.randn(80, 2, generator=generator, dtype=torch.float64)
+    y, n, likelihood, loss = {
+        "regression": (f[:, :1], 1, "regression", nn.functional.mse_loss),
+        "binary": ((f[:, :1] > 0).double(), 1, "binary", nn.functional.binary_cross_entropy_with_logits),
+        "classes": (torch.cat([f, 0 * f[:, :1]], 1).argmax(1), 3, "classification", nn.functional.cross_entropy),
+    }[kind]
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, n)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.05, weight_decay=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model, [(x, y[:, 0].long() if kind == "binary" else y)], likelihood
 
 
 def leading(matrix, rank):
@@ -40,7 +61,7 @@ def fits():
     model, data = problem()
     with_rest = low_rank(model, remainder_probes=64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "REMAINDER_DEPTH", 20)
+        patch.setattr(module, "WHOLE", 0)  # as networks of more weights are treated
         with_rest.fit(data, generator=torch.Generator().manual_seed(0))
     return model, data, with_rest, low_rank(model, remainder_probes=0).fit(data)
 
@@ -94,6 +115,7 @@ def test_remainder_estimates_what_the_pairs_leave_out(fits, monkeypatch):
     assert (estimate.value - expected).abs() < 4 * estimate.sem
     assert estimate.converged
     monkeypatch.setattr(module, "REMAINDER_DEPTH", 2)
+    monkeypatch.setattr(module, "WHOLE", 0)
     assert not low_rank(model, prior_precision=1e-6).fit(data).remainder().converged
     # Nothing else separates the two evidences.
     gap = posterior.log_marginal_likelihood() - full.log_marginal_likelihood()
@@ -121,8 +143,52 @@ def test_other_priors_without_the_remainder(fits, structure):
     before = posterior.log_marginal_likelihood()
     posterior.fit_prior_precision(structure=structure)
     assert posterior.log_marginal_likelihood() > before
-    with pytest.raises(lp.errors.UnsupportedError, match="remainder_probes=0"):
-        with_rest.fit_prior_precision(structure=structure)
+    if structure == "diagonal":
+        with pytest.raises(lp.errors.UnsupportedError, match="remainder_probes=0"):
+            with_rest.fit_prior_precision(structure=structure)
+    with pytest.raises(lp.errors.DataError, match="remainder_probes=0"):  # a copy does not know the training data
+        with_rest.fit_prior_precision("marginal_likelihood", structure="layerwise")
+
+
+@pytest.mark.parametrize("kind", ["regression", "binary", "classes"])
+@pytest.mark.parametrize("cls", [lp.LowRank, lp.SampledLaplace])
+@pytest.mark.parametrize("structure", ["scalar", "layerwise"])
+def test_the_evidence_is_that_of_the_dense_matrix(kind, cls, structure):
+    model, data, likelihood = trained(kind)
+    full = lp.Full(model, likelihood).fit(data).fit_prior_precision("marginal_likelihood", structure)
+    options = {"rank": 5} if cls is lp.LowRank else {"n_samples": 2}
+    posterior = cls(model, likelihood, **options).fit(data).fit_prior_precision("marginal_likelihood", structure)
+    found, exact = posterior.tuning, full.tuning
+    assert found.converged and found.sem == 0 and found.precision_sem < 1e-9
+    assert found.value == pytest.approx(exact.value, abs=1e-6)
+    torch.testing.assert_close(posterior.prior_precision, full.prior_precision, rtol=2e-3, atol=0)
+    if kind == "regression":
+        torch.testing.assert_close(posterior.noise_std, full.noise_std, rtol=1e-4, atol=0)
+    assert torch.isfinite(posterior.predictive(data[0][0]).mean).all()
+
+
+@pytest.mark.parametrize("kind", ["regression", pytest.param("classes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cls", [lp.LowRank, lp.SampledLaplace])
+@pytest.mark.parametrize("structure", ["scalar", pytest.param("layerwise", marks=pytest.mark.slow)])
+def test_random_vectors_tell_the_evidence_within_their_errors(kind, cls, structure, monkeypatch):
+    """As of networks with more weights: what the pairs leave out is estimated, and the errors are stated."""
+    monkeypatch.setattr(module, "WHOLE", 0)
+    model, data, likelihood = trained(kind)
+    full = lp.Full(model, likelihood).fit(data).fit_prior_precision("marginal_likelihood", structure)
+    options = {"rank": 20} if cls is lp.LowRank else {"n_samples": 2}
+    if cls is lp.SampledLaplace:
+        monkeypatch.setattr(module, "PAIRS", 20)
+    posterior = cls(model, likelihood, **options).fit(data, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior.fit_prior_precision("marginal_likelihood", structure)
+    found = posterior.tuning
+    wrong = (posterior.prior_precision / full.prior_precision).log().abs().max()
+    assert found.sem > 0 and wrong < 4 * found.precision_sem < 0.2
+    value = full.log_marginal_likelihood(posterior.prior_precision, posterior.noise_std)
+    assert abs(found.value - float(value)) < 4 * found.sem
+    assert found.converged == (found.precision_sem <= 0.01)
+    assert found.converged or any(f"{found.precision_sem:.1%}" in str(one.message) for one in caught)
 
 
 def test_update_forgets_nothing():
@@ -138,6 +204,7 @@ def test_pairs_that_do_not_converge_are_left_out(monkeypatch):
     data = [(x, x[:, :3].argmax(1))]
     posterior = lp.LowRank(model, "classification", rank=5, tolerance=1e-12, prior_precision=4.0)
     monkeypatch.setattr(module, "MOST_RESTARTS", 1)
+    monkeypatch.setattr(module, "WHOLE", 0)
     with pytest.warns(lp.errors.ConvergenceWarning, match="lower rank"):
         posterior.fit(data, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(posterior.variance(), torch.full((posterior.n_parameters,), 0.25, dtype=torch.float64))

@@ -19,7 +19,9 @@ from laplace_plus.priors import Groups
 from laplace_plus.testing import PosteriorConformance
 from laplace_plus.tuning.groups import with_floor
 
-TIGHT = lp.CGSolver(tolerance=1e-12)
+TIGHT = lp.CGSolver(tolerance=1e-9)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Tuning by samples has not converged. random vectors")
 
 
 class TestSampledLaplace(PosteriorConformance):
@@ -123,6 +125,7 @@ def test_predictions_are_those_of_the_samples():
     torch.testing.assert_close(sampled, (mean + draws).softmax(-1).mean(0), rtol=0, atol=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:The samples' residuals")  # which says so of descent
 @pytest.mark.parametrize(
     ("solver", "size"),
     [("cg", 60), ("cg", 16), *[pytest.param("sgd", size, marks=pytest.mark.slow) for size in (60, 16)]],
@@ -140,7 +143,7 @@ def test_sixty_points_are_enough_for_every_solver(solver, size):
         lp.SampledLaplace(model, "regression", n_samples=16, solver=one).fit(data, generator=generator())
         for one in (solver, TIGHT)
     )
-    assert posterior.report.converged
+    assert posterior.report.converged or solver == "sgd"
     for precision in (1.0, 10.0):  # the second from samples of the first
         posterior.prior_precision = tight.prior_precision = precision
         H = dense(model, "regression", data, prior_precision=precision).precision_matrix()
@@ -148,6 +151,8 @@ def test_sixty_points_are_enough_for_every_solver(solver, size):
         energy, expected = ((one @ H * one).sum(1).mean() / posterior.n_parameters for one in (z, exact))
         assert abs(float(expected) - 1) < 4 * (2 / z.numel()) ** 0.5
         assert abs(float(energy - expected)) < 0.01
+        wrong = (((z - exact) @ H * (z - exact)).sum(1) / (z @ H * z).sum(1)).sqrt()
+        assert (wrong <= 1.001 * posterior.report.residual).all(), "a bound of the error in the posterior's units"
 
 
 def test_more_samples_than_were_solved_for_have_their_covariance():
@@ -192,12 +197,18 @@ def test_preconditioners_change_the_iterations_and_not_the_samples():
     assert iterations["classification", "nystrom"] < iterations["classification", "none"] / 2
 
 
-def test_a_missed_tolerance_is_told():
+@pytest.mark.parametrize("solver", [lp.CGSolver(max_iterations=1), lp.SGDSolver(epochs=1)], ids=["cg", "sgd"])
+def test_a_missed_tolerance_is_told(solver):
     model, data = deep()
     with pytest.warns(ConvergenceWarning, match="residuals"):
-        posterior = lp.SampledLaplace(model, "classification", solver=lp.CGSolver(max_iterations=1)).fit(data)
-    assert not posterior.report.converged
-    assert posterior.report.iterations == 1
+        posterior = lp.SampledLaplace(model, "classification", solver=solver).fit(data, generator=generator())
+    tight = lp.SampledLaplace(model, "classification", solver=TIGHT).fit(data, generator=generator())
+    H = dense(model, "classification", data).precision_matrix()
+    z, away = posterior.samples - posterior.mean, posterior.samples - tight.samples
+    wrong = ((away @ H * away).sum(1) / (z @ H * z).sum(1)).sqrt()
+    report = posterior.report
+    assert not report.converged and report.iterations == 1
+    assert wrong.max() > 0.01 and (wrong <= report.residual).all()
 
 
 # -- tuning ---------------------------------------------------------------------------------------------------------
@@ -227,11 +238,14 @@ def test_the_fixed_point_is_that_of_the_dense_evidence():
     )
     posterior.fit(data, generator=generator())
     posterior.fit_prior_precision("mackay", groups, tolerance=1e-4, max_steps=100, optimum_tolerance=1e-8)
-    assert posterior.tuning.converged
+    tuning = posterior.tuning
+    assert tuning.residual < 1e-4 and tuning.converged == (tuning.precision_sem <= 0.01)
     assert posterior.prior_groups is groups
-    step = posterior.tuning.steps[-1]
-    error = step.sem / step.effective_dimension  # of a logarithm, at given optimum and noise
-    assert ((posterior.prior_precision / exact).log().abs() < 6 * error + 0.01).all()
+    assert ((posterior.prior_precision / exact).log().abs() < 4 * tuning.precision_sem + 0.001).all()
+    assert tuning.sem == 0  # as the whole matrix is small
+    full = dense(model, lp.Gaussian(float(posterior.noise_std)), data)
+    full.fit_prior_precision("tangent", groups, tune_noise=False)
+    assert full.tuning.value == pytest.approx(tuning.value, abs=1e-4)
     assert float(posterior.noise_std) == pytest.approx(float(noise), rel=0.02)
     # At the end, samples are those of the tuned prior.
     fresh = lp.SampledLaplace(
@@ -251,7 +265,7 @@ def test_tuning_of_classification_and_its_options():
     posterior = lp.SampledLaplace(model, "classification", n_samples=20, chunk_size=20).fit(data, generator=generator())
     posterior.fit_prior_precision(structure="layerwise", max_steps=30)
     assert posterior.prior_precision.shape == (2,) and posterior.noise_std is None
-    assert posterior.tuning.converged and posterior.tuning.residual < 0.05
+    assert posterior.tuning.residual < 0.01
     network = posterior.predictive(data[0][0]).functional_mean
     posterior.fit_prior_precision(structure="normalized_groups", max_steps=30)
     assert posterior.prior_groups.name == "normalized_groups"
@@ -307,7 +321,7 @@ def test_steps_that_end_far_from_the_fixed_point_are_no_convergence():
     dense_model = dense(posterior.network.model, lp.Gaussian(0.3), [(x, y)], prior_precision=float(before))
     squares = torch.linalg.solve(dense_model.precision_matrix(), (x.T @ y)[:, 0] / 0.09).square().sum()
     residual = (last.effective_dimension / (before * squares)).log().abs().max()
-    assert posterior.tuning.converged and posterior.tuning.residual == pytest.approx(float(residual), abs=1e-3)
+    assert posterior.tuning.residual == pytest.approx(float(residual), abs=1e-3)
 
 
 @pytest.mark.slow

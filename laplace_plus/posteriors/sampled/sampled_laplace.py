@@ -29,12 +29,13 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.curvature import Native
+from laplace_plus.curvature import Curvature, Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.estimates import draw_probes
+from laplace_plus.linalg.estimates import draw_probes, standard_error
+from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
@@ -53,10 +54,12 @@ from laplace_plus.posteriors.sampled.systems import (
 from laplace_plus.posteriors.state import State, require_restartable, require_same_data
 from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.priors import GaussianPrior, Groups
+from laplace_plus.structured import LowRankBlock
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import chosen_groups, with_floor
-from laplace_plus.tuning.marginal_likelihood import updated_noise
+from laplace_plus.tuning.laplace import LaplaceModel
+from laplace_plus.tuning.marginal_likelihood import KNOWN, MarginalLikelihood, unknown_precision, updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 # -- tuning ------------------------------------------------------------------------------------------------------------
@@ -95,11 +98,12 @@ class TuningStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTuningResult(TuningResult):
-    """What tuning by samples found, and how it ended; its ``value`` is NaN, as samples do not tell the evidence.
+    """What tuning by samples found, and how it ended; its ``value`` is the tangent model's evidence.
 
     Attributes:
-        residual: That of the last step. Converged means that it was below the tolerance, and that all solves and optima
-            met theirs.
+        residual: That of the last step. Converged means that all further steps together would stay below the tolerance,
+            as far as the last two tell, that all solves and optima met theirs, and that the samples tell all precisions
+            to 0.01.
         steps: All updates.
         solved: The samples at these hyperparameters, and how their solve ended.
     """
@@ -123,18 +127,19 @@ class SampledEvidence:
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: The training data; by default the loaders of the fit.
         max_steps: Where to give up.
-        tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, and the change of the
-            logarithm of the noise variance.
-        optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
+        tolerance: Converged once every log precision, and the logarithm of the noise variance, would change by less
+            in all further steps together.
+        optimum_tolerance: ε, nats from the tangent model's optimum at which the search for it stops; it changes
+            ``λ ‖θ★ − μ‖²`` by a part of at most ``(8 ε / γ)^½``.
     """
 
     structure: str | Groups = "scalar"
     scaling: str | None = None
     tune_noise: bool | None = None
     data: Iterable[Any] | None = field(default=None, repr=False)
-    max_steps: int = 10
-    tolerance: float = 0.05
-    optimum_tolerance: float = 1e-3
+    max_steps: int = 50
+    tolerance: float = 0.01
+    optimum_tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
         if not isinstance(self.structure, Groups):
@@ -153,7 +158,8 @@ class SampledEvidence:
             DataError: The training data are not known any more, or not those of the fit.
 
         Warns:
-            ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
+            ConvergenceWarning: The last residual is above the tolerance, a solve missed its own, or the samples tell a
+                precision worse than to 0.01 (standard error).
         """
         return Alternation(posterior, self).run(progress=progress)
 
@@ -199,33 +205,56 @@ class Alternation:
             current = self._problem.solve(system, self._draws, self._start.samples)
         steps: list[TuningStep] = []
         optimum: Tensor | None = None
-        sound = True
+        sound, slow = True, 1.0
         for _ in progress_bar(range(options.max_steps), enabled=progress, description="tuning by samples"):
             found, squares = self._optimum(precision, noise, optimum)
             steps.append(self._step(precision, noise, current, found, squares))
             precision, noise, optimum = steps[-1].prior_precision, steps[-1].noise_std, found.vector
             current = self._problem.solve(self._system(precision, noise), self._draws, current.z)
             sound = sound and found.converged and current.report.converged
-            if steps[-1].residual < options.tolerance:
+            if len(steps) > 1:  # steps that shrink by ρ each time sum to 1/(1 − ρ) times the last one
+                slow = 1 / (1 - min(steps[-1].residual / max(steps[-2].residual, 1e-30), 0.99))
+            if steps[-1].residual * slow < options.tolerance:
                 break
         residual, tolerance = steps[-1].residual, options.tolerance
-        if not (converged := residual < tolerance and sound):
-            why = f"the last of {len(steps)} steps found a residual of {residual:.2g} (tolerance {tolerance:.2g})"
-            why = "a solve or an optimum did not meet its tolerance" if residual < tolerance else why
+        if not (converged := residual * slow < tolerance and sound):
+            why = "a solve or an optimum did not meet its tolerance"
+            if residual * slow >= tolerance:
+                why = (
+                    f"the last of {len(steps)} steps found a residual of {residual:.2g}, and further ones may add up to"
+                )
+                why = f"{why} {residual * slow:.2g} (tolerance {tolerance:.2g})"
             warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
+        precision_sem = slow * float((steps[-1].sem / steps[-1].effective_dimension.clamp_min(_LEAST)).max())
+        if precision_sem > KNOWN:
+            converged = unknown_precision("Tuning by samples", precision_sem)
+        value, sem = self._evidence(precision, noise, found)
         one, scaled = options.structure == "scalar", options.scaling is not None
         return SampledTuningResult(
             method="mackay",
             prior_precision=self._entries(precision) if scaled else precision[0] if one else precision,
             groups=None if one else self._groups,
             noise_std=noise,
-            value=math.nan,
+            value=value,
+            sem=sem,
+            precision_sem=precision_sem,
             converged=converged,
             residual=residual,
             steps=tuple(steps),
             n_evaluations=len(steps),
             solved=current,
         )
+
+    def _evidence(self, precision: Tensor, noise: Tensor | None, found: TangentOptimum) -> tuple[float, float]:
+        """The evidence of the tangent model, and its standard error."""
+        model = self._posterior.laplace_model(self._problem)
+        model = replace(
+            model, vector=found.vector.to(model.vector), statistics=found.statistics, layer_index=self._groups.index
+        )
+        prior = precision if self._options.scaling is None else self._entries(precision)
+        own = prior, self._temperature, noise
+        value, forms = float(model.log_marginal_likelihood(*own)), model.forms(*own)
+        return value, 0.0 if forms is None else float(standard_error(forms)) / 2
 
     def _step(
         self, precision: Tensor, noise: Tensor | None, at: Solved, found: TangentOptimum, squares: Tensor
@@ -318,6 +347,9 @@ class SampledLaplace(SampleBased, Posterior):
     Whatever asks for samples at other hyperparameters than those they were solved for solves again, starting from the
     present samples, if the data of :meth:`fit` are still known; :meth:`solve` does so with data of the caller's.
 
+    Beside the published fixed point of samples, the default, ``fit_prior_precision("marginal_likelihood")`` climbs the
+    evidence at the network's own weights; see :meth:`laplace_model` for its accuracy and costs.
+
     :meth:`fit` may shuffle the data. It warns (ConvergenceWarning) if a residual exceeds the solver's tolerance.
 
     :meth:`sample` draws from the Gaussian with the samples' covariance, ``θ̂ + k^-½ Σ w_s z_s`` with standard normal
@@ -344,7 +376,9 @@ class SampledLaplace(SampleBased, Posterior):
         torch.Size([3, 1])
     """
 
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "tangent"), SampledEvidence)
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "tangent"), SampledEvidence) | {
+        "marginal_likelihood": MarginalLikelihood
+    }
 
     def __init__(
         self,
@@ -426,6 +460,27 @@ class SampledLaplace(SampleBased, Posterior):
         require_same_data("the fit", (self.n_data, self.state.data_sum), now)
         return found
 
+    def laplace_model(self, problem: TangentProblem | None = None) -> LaplaceModel:
+        """What the evidence at the network's weights is a function of, from passes over the training data.
+
+        Of the curvature these are all eigenpairs, up to 1000 parameters. Above that they are 50, and 32 random vectors
+        for the rest: about 150 passes with one vector and 20 with those, and memory for 160 vectors. Each evaluation at
+        several precisions takes these 20 passes again.
+        """
+        self.require_fit()
+        curvature = (self.problem(None) if problem is None else problem).curvature
+        block = LowRankBlock.of(curvature, None, 32, generator=torch.Generator().manual_seed(0))
+        return LaplaceModel(
+            curvature=Curvature([(whole_layout(self.network), replace(block, operator=curvature))]),
+            vector=self.mean,
+            prior_mean=self._prior_mean,
+            layer_index=self._group_index(),
+            likelihood=self.likelihood,
+            statistics=curvature.statistics,
+            backend=self.backend,
+            n_outputs=self.n_outputs,
+        )
+
     def solved_state(self) -> SampledState:
         """The state with samples at the present hyperparameters, which are solved for where these have changed."""
         self.require_fit()
@@ -440,9 +495,9 @@ class SampledLaplace(SampleBased, Posterior):
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:
-        assert isinstance(result, SampledTuningResult)
         super().apply_tuning(result)
-        self._found = replace(self.state, **self._solution(result.solved))
+        if isinstance(result, SampledTuningResult):  # else samples are solved for when they are asked for
+            self._found = replace(self.state, **self._solution(result.solved))
 
     @property
     def report(self) -> SamplingReport:

@@ -15,7 +15,8 @@ classes (Antorán et al., "Sampling-based inference for large linear models, wit
 
     (I + W) u = ξ + A^-½ Φᵀ B^½ η,    W = A^-½ Φᵀ B Φ A^-½,    ξ = A^½ θ⁰ ~ N(0, I),
 
-whose smallest eigenvalue is at least 1: an error is never larger than its residual. The draws ξ and ``Φᵀ B^½ η`` do not
+whose smallest eigenvalue is at least 1: ``(u − u★)ᵀ (I + W) (u − u★)`` is at most the squared residual, and of a sample
+the form itself is P in expectation, which makes a bound of the relative error. The draws ξ and ``Φᵀ B^½ η`` do not
 depend on the prior, and serve for any other one.
 
 The samples also give the effective dimension ``γ = tr(H⁻¹ M)``, ``M = Φᵀ B Φ``: ``E zᵀ M z`` and ``d − E zᵀ A z`` are γ
@@ -71,6 +72,8 @@ class TangentCurvature(GGNOperator):
 
     n_batches = 0
     n_classes = 0
+    statistics = torch.zeros(())
+    """The likelihood's additive statistics at the network's outputs."""
 
     def __init__(self, network: Network, likelihood: Likelihood, data: Iterable[Any], *, chunk_size: int = CHUNK_SIZE):
         noise = likelihood.noise_std
@@ -83,6 +86,7 @@ class TangentCurvature(GGNOperator):
     def _look_at(self, batch: Batch, outputs: Tensor) -> None:
         super()._look_at(batch, outputs)
         self._doubts.add(outputs, batch.target)
+        self.statistics = self.statistics + self.likelihood.statistics(outputs, batch.target).cpu()
         self.n_batches += 1
         self.n_classes = outputs.shape[-1]
 
@@ -142,7 +146,8 @@ class SamplingReport:
     """How accurate the samples are.
 
     Attributes:
-        residual: ``‖∇L′‖`` of each sample relative to that at zero, in units of the prior's standard deviation, [k].
+        residual: ``‖∇L′‖`` of each sample in units of the prior's standard deviation, over its length
+            ``(zᵀ H z)^½`` in those of the posterior, [k]: a bound of its relative error in these.
         iterations: Passes over the data that the solve took.
         converged: Whether no residual exceeds the solver's tolerance.
         effective_dimension: γ of all parameters, with its standard error; infinite for a single sample.
@@ -201,10 +206,10 @@ class PriorUnits(Operator):
         """How near to the solution u is, from one product, and what it says."""
         with exact_arithmetic(self.curvature.network), torch.no_grad():
             b, image = self.right_hand_side(draws), self.image(u)
-            size = b.norm(dim=-1)
-            residual = (b.sub_(u).sub_(image).norm(dim=-1) / size).double()
+            residual = b.sub_(u).sub_(image).norm(dim=-1).double()
         one, (k, n) = torch.zeros(u.shape[1], dtype=torch.long), u.shape
         data, prior = group_sums(u, image, one), group_sums(u, u, one)
+        residual /= (data + prior)[:, 0].clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         gamma, sem = effective_dimension(data, prior, torch.tensor([n]))
         energy, converged = (data + prior)[:, 0] / n, bool((residual <= tolerance).all())
         estimate = Estimate(gamma[0], sem[0], iterations, converged, k)
@@ -265,7 +270,7 @@ class CGSolver:
     """Conjugate gradients: a pass over the data for each iteration, and far fewer of them than gradient descent.
 
     Attributes:
-        tolerance: Largest residual, relative to the right-hand side, in units of the prior's standard deviation.
+        tolerance: Largest bound of a sample's relative error, in units of the posterior's standard deviation.
         max_iterations: Where to give up.
         preconditioner: ``"none"`` (which already divides by the prior precision), or ``"nystrom"`` (a randomised
             Nyström approximation: ``rank`` products, once, and as many vectors of memory), which took a quarter of the
@@ -273,7 +278,7 @@ class CGSolver:
         rank: Number of vectors of the Nyström approximation.
     """
 
-    tolerance: float = 1e-3
+    tolerance: float = 0.01
     max_iterations: int = 500
     preconditioner: Preconditioner = "none"
     rank: int = 50
@@ -297,12 +302,12 @@ class SGDSolver:
     Attributes:
         epochs: Number of passes over the data; None for 10, or as many as make 1000 steps.
         learning_rate: That of the first step; None to find it from the largest eigenvalue of some batches.
-        tolerance: Largest relative residual at the end that counts as converged.
+        tolerance: As for :class:`CGSolver`: above it, the steps at the end count as too few.
     """
 
     epochs: int | None = None
     learning_rate: float | None = None
-    tolerance: float = 0.1
+    tolerance: float = 0.01
 
     def __post_init__(self) -> None:
         if self.epochs is not None:
@@ -393,7 +398,8 @@ class TangentProblem:
                     b,
                     preconditioner=self.preconditioner(system),
                     x0=guess if start is None else start * system.root,
-                    rtol=solver.tolerance,
+                    rtol=0.0,
+                    atol=solver.tolerance * b.shape[1] ** 0.5,  # E[uᵀ (I + W) u] = P
                     max_iterations=solver.max_iterations,
                     progress=progress,
                 )
