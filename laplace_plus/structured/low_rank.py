@@ -278,7 +278,7 @@ class LowRankBlock(Block):
         """The leading pairs of H, and what ``probes`` random vectors tell of the rest; warns of pairs that are missing.
 
         Costs two to three products for each pair (:data:`PAIRS`, or all up to :data:`WHOLE`, without a rank), and 20
-        for each random vector; memory is ``2 rank + 1`` vectors, at least 20 more than the rank, or 160.
+        for each random vector; memory is ``2 rank + 1`` vectors, at least 20 more than the rank, or 80 more.
         """
         total, whole = operator.shape[0], operator.shape[0] <= WHOLE
         rank = min(total if rank is None and whole else rank or PAIRS, total)
@@ -317,9 +317,9 @@ class LowRankBlock(Block):
         return vectors - inner_products(vectors, self.vectors) @ self.vectors
 
     def _krylov(self, product: Callable[[Tensor], Tensor], start: Tensor) -> list[LanczosDecomposition]:
-        """Decompositions for start vectors ``[k, n]``, eight at a time or more."""
+        """Decompositions for start vectors ``[k, n]``, four at a time or more."""
         depth = min(REMAINDER_DEPTH, start.shape[1])
-        parts = start.split(max(8, 256 * MIB // (8 * depth * start.shape[1])))
+        parts = start.split(max(4, 256 * MIB // (8 * depth * start.shape[1])))
         # Where the pairs are complete, the rest is rounding error and not even symmetric.
         return [lanczos(product, part, depth, parameters=(), check_symmetry=False) for part in parts]
 

@@ -181,13 +181,17 @@ class LaplaceModel:
         fit = torch.addcmul(fit, precision, scatter, value=-0.5) if not scatter.ndim else fit - precision @ scatter / 2
         return torch.sub(fit, self._log_ratio(prior.structure, precision, weights), alpha=0.5)
 
+    @property
+    def sampled(self) -> LowRankBlock | None:
+        """The curvature, where random vectors estimate a part of its determinant."""
+        blocks = [block for _, block in self.curvature if isinstance(block, LowRankBlock) and len(block.rest)]
+        return blocks[0] if blocks else None
+
     def forms(self, precision: Tensor, temperature: Any = 1.0, noise_std: Any = None) -> Tensor | None:
         """What each random vector tells of log det Λ, ``[m]`` float64, differentiable; None where none are used."""
-        ((layout, block), *_) = self.curvature
-        if not isinstance(block, LowRankBlock) or not len(block.rest):
-            return None
         weights = self.weights(noise_std) / as_hyperparameter(temperature).to(self.vector.device, torch.float64)
-        return block.forms(weights, self.diagonals(precision)[layout.key])[0]
+        (diagonal, *_), block = self.diagonals(precision).values(), self.sampled
+        return None if block is None else block.forms(weights, diagonal)[0]
 
     def effective_dimension(self, precision: Any, temperature: Any = 1.0) -> Tensor:
         """``γ = P − tr(Λ⁻¹ P₀)``, 0-d float64: the sum of ``∂ (log det P₀ − log det Λ)/∂ log λ`` over precisions λ."""

@@ -25,7 +25,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.estimates import standard_error
 from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
-from laplace_plus.structured import DiagonalBlock, LowRankBlock
+from laplace_plus.structured import DiagonalBlock
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.groups import NAME as NORMALISED
 from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal, g_prior_scaling
@@ -89,7 +89,7 @@ class Objective:
                 "A precision for each entry leaves nothing to scale.", expected="another structure", got=repr(structure)
             )
         tune_noise = tunes_noise(model.likelihood, tune_noise)
-        if (kind == "diagonal" or scaling is not None) and is_sampled(model):
+        if (kind == "diagonal" or scaling is not None) and model.sampled is not None:
             what = "Random vectors do not tell what the curvature has in single entries."
             fix = "With remainder_probes=0 lp.LowRank takes its pairs alone."
             raise UnsupportedError(what, expected='structure="scalar" or groups, without scaling', fix=fix)
@@ -159,7 +159,7 @@ class Objective:
     def start(self) -> Tensor:
         """The best point of a coarse grid: far away from the optimum the evidence is flat."""
         # One precision for all: the evidence is that of a scalar prior, which costs less.
-        costly = self.structure == "diagonal" or is_sampled(self.model)
+        costly = self.structure == "diagonal" or self.model.sampled is not None
         quick = replace(self, structure="scalar") if costly else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
         levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
@@ -183,11 +183,6 @@ class Objective:
             return box
         noise = self.model.residual_noise()
         return torch.cat([box, torch.stack([noise - 12, noise + 8])], 1)
-
-
-def is_sampled(model: LaplaceModel) -> bool:
-    """Whether random vectors estimate a part of the curvature's determinant."""
-    return any(isinstance(block, LowRankBlock) and len(block.rest) > 0 for _, block in model.curvature)
 
 
 @dataclass(frozen=True)
@@ -391,20 +386,10 @@ class EvidenceTuner:
         if now.pressing <= self.tolerance:  # of which there was a warning
             warn_of_noise(now)
         sem, precision_sem = now.sampling_errors()
-        if precision_sem > KNOWN:
-            converged = unknown_precision(f"Tuning by {self.name}", precision_sem)
-        return TuningResult(
-            method=self.name,
-            prior_precision=precision.to(objective.model.vector.dtype),
-            noise_std=noise,
-            value=now.value,
-            converged=converged,
-            gradient_norm=now.norm,
-            n_evaluations=count,
-            groups=objective.groups,
-            sem=sem,
-            precision_sem=precision_sem,
-        )
+        converged = knows_precisions(f"Tuning by {self.name}", precision_sem) and converged
+        precision, errors = precision.to(objective.model.vector.dtype), {"sem": sem, "precision_sem": precision_sem}
+        shared: Any = {"groups": objective.groups, **errors}
+        return TuningResult(self.name, precision, noise, now.value, converged, now.norm, count, **shared)
 
 
 @dataclass(frozen=True)
@@ -451,11 +436,12 @@ class ExpectationMaximisation(EvidenceTuner):
     name: ClassVar[str] = "em"
 
 
-def unknown_precision(what: str, error: float) -> bool:
-    """Warn that random vectors tell a precision no better; False."""
-    figure = f"random vectors tell the precision that is known worst within {error:.1%} (standard error)"
-    warn(f"{what} has not converged: {figure}; ask for more of them.", ConvergenceWarning)
-    return False
+def knows_precisions(what: str, error: float) -> bool:
+    """Whether random vectors tell the precision that is known worst; warns if not."""
+    if error > KNOWN:
+        figure = f"random vectors tell the precision that is known worst within {error:.1%} (standard error)"
+        warn(f"{what} has not converged: {figure}; ask for more of them.", ConvergenceWarning)
+    return error <= KNOWN
 
 
 def warn_of_noise(now: EvidencePoint) -> None:

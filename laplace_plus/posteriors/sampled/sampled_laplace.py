@@ -59,7 +59,7 @@ from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import chosen_groups, with_floor
 from laplace_plus.tuning.laplace import LaplaceModel
-from laplace_plus.tuning.marginal_likelihood import KNOWN, MarginalLikelihood, unknown_precision, updated_noise
+from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood, knows_precisions, updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 # -- tuning ------------------------------------------------------------------------------------------------------------
@@ -226,8 +226,7 @@ class Alternation:
                 why = f"{why} {residual * slow:.2g} (tolerance {tolerance:.2g})"
             warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
         precision_sem = slow * float((steps[-1].sem / steps[-1].effective_dimension.clamp_min(_LEAST)).max())
-        if precision_sem > KNOWN:
-            converged = unknown_precision("Tuning by samples", precision_sem)
+        converged = knows_precisions("Tuning by samples", precision_sem) and converged
         value, sem = self._evidence(precision, noise, found)
         one, scaled = options.structure == "scalar", options.scaling is not None
         return SampledTuningResult(
@@ -464,8 +463,8 @@ class SampledLaplace(SampleBased, Posterior):
         """What the evidence at the network's weights is a function of, from passes over the training data.
 
         Of the curvature these are all eigenpairs, up to 1000 parameters. Above that they are 50, and 32 random vectors
-        for the rest: about 150 passes with one vector and 20 with those, and memory for 160 vectors. Each evaluation at
-        several precisions takes these 20 passes again.
+        for the rest: about 150 products for the pairs and 640 for those, and memory for 130 vectors. Each evaluation at
+        several precisions takes these 640 again.
         """
         self.require_fit()
         curvature = (self.problem(None) if problem is None else problem).curvature
