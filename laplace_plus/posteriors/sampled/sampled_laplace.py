@@ -29,13 +29,12 @@ from typing_extensions import override
 
 from laplace_plus import checks
 from laplace_plus._progress import progress_bar
-from laplace_plus.curvature import Curvature, Native
+from laplace_plus.curvature import Native
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.estimates import draw_probes, standard_error
-from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
@@ -54,7 +53,6 @@ from laplace_plus.posteriors.sampled.systems import (
 from laplace_plus.posteriors.state import State, require_restartable, require_same_data
 from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.priors import GaussianPrior, Groups
-from laplace_plus.structured import LowRankBlock
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import chosen_groups, with_floor
@@ -347,7 +345,7 @@ class SampledLaplace(SampleBased, Posterior):
     present samples, if the data of :meth:`fit` are still known; :meth:`solve` does so with data of the caller's.
 
     Beside the published fixed point of samples, the default, ``fit_prior_precision("marginal_likelihood")`` climbs the
-    evidence at the network's own weights; see :meth:`laplace_model` for its accuracy and costs.
+    evidence at the network's own weights; its result says how accurately.
 
     :meth:`fit` may shuffle the data. It warns (ConvergenceWarning) if a residual exceeds the solver's tolerance.
 
@@ -462,22 +460,14 @@ class SampledLaplace(SampleBased, Posterior):
     def laplace_model(self, problem: TangentProblem | None = None) -> LaplaceModel:
         """What the evidence at the network's weights is a function of, from passes over the training data.
 
-        Of the curvature these are all eigenpairs, up to 1000 parameters. Above that they are 50, and 32 random vectors
-        for the rest: about 150 products for the pairs and 640 for those, and memory for 130 vectors. Each evaluation at
-        several precisions takes these 640 again.
+        See :meth:`TangentCurvature.evidence_curvature`, also for costs; DataError where the data are not known.
         """
         self.require_fit()
-        curvature = (self.problem(None) if problem is None else problem).curvature
-        block = LowRankBlock.of(curvature, None, 32, generator=torch.Generator().manual_seed(0))
+        own = (self.problem(None) if problem is None else problem).curvature
+        given: Any = {"likelihood": self.likelihood, "statistics": own.statistics, "backend": self.backend}
+        index = self._group_index()
         return LaplaceModel(
-            curvature=Curvature([(whole_layout(self.network), replace(block, operator=curvature))]),
-            vector=self.mean,
-            prior_mean=self._prior_mean,
-            layer_index=self._group_index(),
-            likelihood=self.likelihood,
-            statistics=curvature.statistics,
-            backend=self.backend,
-            n_outputs=self.n_outputs,
+            own.evidence_curvature(), self.mean, self._prior_mean, index, n_outputs=self.n_outputs, **given
         )
 
     def solved_state(self) -> SampledState:
