@@ -114,8 +114,7 @@ class DeletionBatch:
 class Deletions:
     """Passes over the data of the fit that leave out each deletion unit.
 
-    Displacements have a prior precision, a noise (None for the likelihood's) and a curvature of their own; or they come
-    from covariances that are ``displacing``.
+    Displacements have a prior precision, a noise (None for the likelihood's) and a curvature of their own.
 
     Attributes:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
@@ -126,13 +125,12 @@ class Deletions:
         inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
             displace them: then residuals grow by a factor.
         without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
-        of_the_fit: Whether the data are those of the fit, which a whole pass then checks.
     """
 
     n_examples, n_observations = 0, 0.0
     inflation: Tensor | None = None
     without_own = False
-    of_the_fit = True
+    displacing: Covariances | None = None
 
     def __init__(
         self,
@@ -145,11 +143,10 @@ class Deletions:
         *,
         share: float = 1.0,
         most: int | None = None,
-        displacing: Covariances | None = None,
     ):
         checks.choice("leverages", leverages, get_args(Leverages))
         checks.choice("unit", unit, get_args(Unit))
-        self.share, self.most, self.displacing = share, most, displacing
+        self.share, self.most = share, most
         self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
         self.temperature = posterior.temperature.detach()
         self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
@@ -157,7 +154,7 @@ class Deletions:
         self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
-        if displacing is None and leverages == "full":
+        if leverages == "full":
             point = precision, self.temperature, noise_std
             self.displacing = exact_covariances(self.model, self.network, data, point, unit)
 
@@ -206,7 +203,7 @@ class Deletions:
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
         self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
-        if self.share == 1 and self.of_the_fit:
+        if self.share == 1:
             fitted.check()
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
@@ -372,69 +369,3 @@ def link_options(tuner: Any, likelihood: Likelihood, generator: torch.Generator 
     """A tuner's options of the link, with a seed where that draws samples."""
     seed = draw_seed(generator) if (tuner.link or likelihood.links[0]) == "mc" else None
     return {"link": tuner.link, "n_samples": tuner.n_samples, "seed": seed}
-
-
-NEIGHBOURS = 5
-"""Of each example, as in SMOTE. With up to ten, gains were larger, but calibrated networks lost up to .007 nats."""
-
-KEPT = 1e8
-"""Numbers of the inputs, and of distances, among which neighbours are searched at most; of more, evenly spread ones."""
-
-
-class Between(NamedTuple):
-    """Losses at midpoints, ``[G]``, which scales are sure enough there, and how often neighbours' votes are right."""
-
-    losses: Tensor
-    allowed: Tensor
-    accuracy: float
-
-
-def compared_between(
-    posterior: Tunable, data: Iterable[Any], first: Batch, most: int, search: Callable[..., Losses]
-) -> Between | None:
-    """What at most so many midpoints of a classifier's neighbouring data say; one pass, of which ``first`` is a batch.
-
-    They stand for new data where a network interpolates: gradients vanish at its data, and leaving them out tells
-    little. Halfway between a datum and a near neighbour it was not trained, and either's label is as good there, as for
-    the synthetic examples of Chawla et al. (2002, "SMOTE: synthetic minority over-sampling technique"). Partners drawn
-    from all data, as mixup has them, showed losses that new data do not have where classes are curved around each
-    other. Where classes overlap, midpoints err more often than new data. The neighbours' votes bound that: a trained
-    network should be right as often, and a posterior that is less sure on average is too wide.
-
-    None where inputs are no single floating tensor of one shape, or too few, or where losses are not finite.
-    """
-    network, n_data, x = posterior.network, posterior.n_data, first.inputs
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return None
-    count = min(n_data, int(min(most, KEPT / x[0].numel())) // NEIGHBOURS)
-    share = min(1.0, KEPT / (n_data * max(x[0].numel(), count)))
-    parts = list(thinned(iterate(data, device=network.device), share))
-    if any(part.inputs.shape[1:] != x.shape[1:] for part in parts):
-        return None
-    size, x, y = len(x), torch.cat([part.inputs for part in parts]), torch.cat([part.target for part in parts])
-    model = posterior.laplace_model()
-    labelled = model.likelihood.rows(y.new_zeros(len(y), model.n_outputs, dtype=torch.float), y)[2] > 0
-    x, y = x[labelled], y[labelled]
-    if len(x) <= NEIGHBOURS or not count:
-        return None
-    chosen = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().to(x.device)
-    flat = (x - x.mean(0)).flatten(1).float()  # distances come of products, which lose digits far from the origin
-    distances = torch.cdist(flat[chosen], flat).scatter_(1, chosen[:, None], torch.inf)
-    near = distances.topk(NEIGHBOURS, largest=False).indices
-    between, labels = ((x[chosen, None] + x[near]) / 2).flatten(0, 1), y[chosen].repeat_interleave(NEIGHBOURS, 0)
-    pairs = list(zip(between.split(size), labels.split(size), strict=True))
-    precision = posterior.prior_precision.detach()
-    midpoints = Deletions(posterior, pairs, precision, None, "first_order", "position", displacing=_undisplaced)
-    midpoints.of_the_fit = False
-    found = search(midpoints, noisy=False)
-    soft = model.likelihood.couples_outputs and y.is_floating_point()
-    classes = y.argmax(-1) if soft else y
-    accuracy = float((classes[near].mode(1).values == classes[chosen]).double().mean())
-    allowed = found.factors >= min(accuracy, float(found.factors[-1]))
-    return Between(found.losses, allowed, accuracy) if bool(found.losses.isfinite().all()) else None
-
-
-def _undisplaced(inputs: Any, outputs: Tensor) -> list[Tensor]:
-    """No covariance ``[U, C, C]``."""
-    flat = outputs.flatten(0, -2)
-    return [flat.new_zeros(*flat.shape, flat.shape[-1])]

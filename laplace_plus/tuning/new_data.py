@@ -1,0 +1,225 @@
+"""What new data would say of a posterior, told from the training data alone.
+
+A network that has learnt its labels by heart, wrong ones among them, has no gradients left at its data. Nothing that is
+computed from its weights there, such as leaving out a datum by a Newton step, then knows what new data cost. Two views
+do, and neither needs derivatives by the weights:
+
+- **Between neighbouring data** the network was not trained. What a new label would be there is told by the labels of
+  others, see :func:`fresh_labels`; a point halfway between two data stands for new data, as the synthetic examples of
+  Chawla et al. (2002, "SMOTE: synthetic minority over-sampling technique") do.
+- **At the data** the outputs of the network can be told from those at other data, as far as they are a smooth function
+  of what a network of this kind makes of its inputs; see :func:`unlearned_features`. Where an output belongs to its own
+  datum alone, the others tell another, and its own label counts as new.
+
+Both predict by ridge regression with a Gaussian kernel. Without the datum n it predicts ``y_n − [M y]_n / M_nn``, with
+``M = (K + λ)⁻¹``, of which the ridge λ and the kernel's width are those of least left-out error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import InputError, OutputError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import batches
+from laplace_plus.network.network import Network
+from laplace_plus.network.selection import last_layer_of, layer_of
+from laplace_plus.tuning.deletions import thinned
+
+ROWS, POINTS, NEIGHBOURS = 700, 300, 5
+"""Data (or positions) that predict each other, at how many of them losses are compared, and of how many near ones the
+other end of a midpoint is one."""
+
+KEPT = 1e8
+"""Numbers of the inputs among which neighbours are searched at most; of more, evenly spread ones."""
+
+FEATURES, DRAWS = 64, 2
+"""Features that stand for an input, from each of two networks with shuffled weights."""
+
+SURE = (0.15, 0.25, 0.4, 0.5)
+"""Shares of the data whose labels others predict most surely: the least error among them is the rate of wrong labels.
+One share alone errs where data are few, or hard."""
+
+
+def evenly(n: int, most: int, device: torch.device | None = None) -> Tensor:
+    """Indices of at most so many of n, evenly spread."""
+    return torch.linspace(0, n - 1, min(most, n), device=device).round().long()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Evenly spread training data with one target each; several positions of an example are several rows.
+
+    Attributes:
+        inputs: Of E examples, in parts of the loader's batches.
+        outputs: f, ``[E·M, C]`` float64.
+        targets: ``[E·M, ...]``.
+        weights: ``[E·M]``; zero where there is no label.
+        per_example: M.
+        batch_size: Examples of the first batch.
+    """
+
+    inputs: list[Any]
+    outputs: Tensor
+    targets: Tensor
+    weights: Tensor
+    per_example: int
+    batch_size: int
+
+    @property
+    def are_points(self) -> bool:
+        """Whether an input is one real tensor of one shape, with one target."""
+        tensors = [x for x in self.inputs if isinstance(x, Tensor) and x.is_floating_point()]
+        return len(tensors) == len(self.inputs) and self.per_example == len({x.shape[1:] for x in tensors}) == 1
+
+    def chosen(self, most: int) -> Tensor:
+        """Indices of at most so many evenly spread rows that have a label."""
+        rows = self.weights.nonzero()[:, 0]
+        return rows[evenly(len(rows), most, rows.device)]
+
+    def around(self, index: Tensor) -> tuple[list[Any], Tensor]:
+        """Inputs that hold rows of ascending indices, in parts, and where their outputs have these rows."""
+        if self.per_example != 1:
+            return self.inputs, index
+        parts, start = [], 0
+        for part in self.inputs:
+            size = batches.batch_size(part)
+            own = index[(index >= start) & (index < start + size)] - start
+            start += size
+            if len(own):
+                parts.append(batches.cut(part, own.tolist()))
+        return parts, torch.arange(len(index), device=index.device)
+
+
+def rows_of(
+    network: Network, likelihood: Likelihood, data: Iterable[Any], n_data: int, *, progress: bool = False
+) -> Rows | None:
+    """Training data for both views, in one pass; None where batches cannot be cut into examples."""
+    first = next(iter(batches.iterate(data, device=network.device)))
+    size = batches.batch_size(first.target)
+    per_example = network.forward(first.inputs)[0, ..., 0].numel()
+    numbers = sum(leaf.numel() for leaf in batches.tensors_in(first.inputs)) / size
+    most = KEPT / max(numbers, POINTS) if per_example == 1 else max(8.0, ROWS / per_example)
+    parts, found = [], []
+    passed = batches.iterate(data, device=network.device, progress=progress, description="new data")
+    for batch in thinned(passed, min(1.0, most / n_data)):
+        if not batches.can_be_cut(batch.inputs, len(outputs := network.forward(batch.inputs))):
+            return None
+        likelihood.validate(outputs, batch.target)
+        if outputs[0, ..., 0].numel() != per_example:
+            per_example = 0  # padded to several lengths
+        parts.append(batch.inputs)
+        found.append(likelihood.rows(outputs.double(), batch.target))
+    outputs, targets, weights = (torch.cat(column) for column in zip(*found, strict=True))
+    for values in (outputs, targets):
+        weights = weights * values.reshape(len(values), -1).isfinite().all(1)
+    return Rows(parts, outputs, targets, weights, per_example, size)
+
+
+def midpoints(rows: Rows, chosen: Tensor) -> Tensor:
+    """Halfway from each chosen datum to one of its five nearest ones, as many."""
+    x = torch.cat(rows.inputs)
+    flat = (x - x.mean(0)).flatten(1).float()  # distances come of products, which lose digits far from the origin
+    distances = torch.cdist(flat[chosen], flat).masked_fill(rows.weights == 0, torch.inf)
+    count = min(NEIGHBOURS, int(rows.weights.count_nonzero()) - 1)
+    near = distances.scatter_(1, chosen[:, None], torch.inf).topk(count, largest=False).indices
+    place = torch.arange(len(chosen), device=x.device)
+    return (x[chosen] + x[near[place, place % count]]) / 2
+
+
+def unlearned_features(network: Network, inputs: Sequence[Any]) -> Tensor:
+    """What the network makes of its inputs before it has learnt, ``[E·M, 2 · 64]``.
+
+    They are outputs of the network with the entries of each trained tensor shuffled, which keeps their size, and with a
+    last layer that projects to 64 random outputs. Frozen weights have not learnt and stay. Where the last layer cannot
+    have other outputs, they are its own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    trained = {name for name, parameter in network.model.named_parameters() if parameter.requires_grad}
+    last, drawn = last_layer_of(network.model), []
+    for _ in range(DRAWS):
+        values, head = dict[str, Tensor](), dict[str, Tensor]()
+        for name, own in network.parameters.items():
+            if name in trained and own.is_floating_point():
+                order = torch.randperm(own.numel(), generator=generator).to(own.device)
+                values[name] = own.flatten()[order].view_as(own)
+            if layer_of(name) == last and own.is_floating_point():
+                shape = (FEATURES, *own.shape[1:])
+                random = torch.randn(shape, generator=generator).to(own)
+                head[name] = random if own.ndim > 1 else torch.zeros_like(random)
+        try:
+            found = [network(x, {**values, **head}).detach() for x in inputs]
+        except (InputError, OutputError):  # a tied or nested last layer
+            found = [network(x, values).detach() for x in inputs]
+        flat = torch.cat([outputs.flatten(0, -2) for outputs in found]).double()
+        flat = flat - flat.mean(0)
+        drawn.append(flat / flat.square().sum(1).mean().sqrt().clamp_min(torch.finfo(flat.dtype).tiny))
+    return torch.cat(drawn, 1)
+
+
+def left_out(features: Tensor, values: Tensor, widths: Sequence[float], ridges: Tensor) -> Tensor:
+    """Values ``[n, m]`` predicted for each of n rows from the others by their features, float64.
+
+    Widths are in units of the median squared distance. Of rows with the same features one is told by none of them.
+    """
+    squares = torch.cdist(features, features).square().double()
+    scale = squares.median().clamp_min(torch.finfo(squares.dtype).tiny)
+    mean, best = values.mean(0), (math.inf, values)
+    for width in widths:
+        eigenvalues, basis = torch.linalg.eigh(torch.exp(-squares / (2 * width * scale)))
+        eigenvalues, turned = eigenvalues.clamp_min(0.0), basis.T @ (values - mean)
+        for ridge in ridges.tolist():
+            inverse = 1 / (eigenvalues + ridge)
+            error = (basis @ (inverse[:, None] * turned)) / (basis.square() @ inverse)[:, None]
+            loss = float(error.square().mean())
+            if loss < best[0]:
+                best = loss, values - error
+    return best[1]
+
+
+def left_out_labels(features: Tensor, truth: Tensor) -> Tensor:
+    """Scores of classes ``[n, K]`` for each row from the labels ``[n, K]`` of the others."""
+    return left_out(features, truth, (0.1, 0.3), torch.logspace(-4, 1, 11))
+
+
+def left_out_outputs(features: Tensor, outputs: Tensor) -> Tensor:
+    """The network's outputs ``[n, C]`` for each row from those at the others."""
+    return left_out(features, outputs, (0.1, 0.3, 1.0), torch.logspace(-7, 1, 17))
+
+
+def distinct(features: Tensor) -> Tensor:
+    """Indices of the first of each set of equal rows, in their order."""
+    _, place = torch.unique(features, dim=0, return_inverse=True)
+    first = torch.full((int(place.max()) + 1,), len(place), device=place.device)
+    index = torch.arange(len(place), device=place.device)
+    return first.scatter_reduce(0, place, index, "amin").sort().values
+
+
+def fresh_labels(scores: Tensor, truth: Tensor) -> tuple[Tensor, float]:
+    """How a new label at each row is distributed, ``[n, K]``, and the rate ρ of labels that are wrong.
+
+    The scores of :func:`left_out_labels` become probabilities q by one factor, that of least loss. The error among the
+    surest rows is ρ, since others err there only where the label does. A wrong label is any other with equal odds.
+    Bayes' rule joins a row's own label y with q cleared of wrong labels, and a new label is wrong with ρ again:
+
+        p_c ∝ q'_c ((1 − ρ) y_c + ρ (1 − y_c)/(K − 1)),    t = (1 − ρ) p + ρ (1 − p)/(K − 1).
+    """
+    n, size = truth.shape
+    factors = torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0], dtype=scores.dtype)
+    losses = [float(-(truth * (factor * scores).log_softmax(1)).sum(1).mean()) for factor in factors.tolist()]
+    q = (factors[losses.index(min(losses))] * scores).softmax(1).clamp_min(1e-4)
+    best, second = scores.topk(2).values.unbind(1)
+    wrong = (scores.argmax(1) != truth.argmax(1))[(best - second).argsort(descending=True)].double()
+    counts = [min(n, max(10, int(share * n))) for share in SURE]
+    rate = min(0.45, *((float(wrong[:count].sum()) + 0.5) / (count + 1) for count in counts))
+    other = rate / (size - 1)
+    cleared = ((q / q.sum(1, keepdim=True) - other) / (1 - rate - other)).clamp_min(1e-3)
+    p = cleared * ((1 - rate) * truth + other * (1 - truth))
+    p = p / p.sum(1, keepdim=True)
+    return (1 - rate) * p + other * (1 - p), rate
