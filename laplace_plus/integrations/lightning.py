@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from laplace_plus.errors import CheckpointError, NotFittedError, UnsupportedError
-from laplace_plus.integrations.training import fitted, known_decay
+from laplace_plus.integrations.training import fitted
 from laplace_plus.network.batches import TARGET_KEYS, split
 from laplace_plus.posteriors import Posterior, load_state_dict, state_dict
 from laplace_plus.predictive import Prediction
@@ -26,8 +26,7 @@ class LaplaceCallback(Callback):
     """Fits and tunes a posterior when training ends, and keeps it in checkpoints that are saved from then on.
 
     The module's mode, weights and hooks, and the global random state stay as they are. The posterior is of the weights
-    at the end of training, which need not be those of the best checkpoint. A weight decay of plain Adam or SGD is
-    passed to the tuning of classifiers. Training that goes on forgets the posterior.
+    at the end of training, which need not be those of the best checkpoint. Training that goes on forgets the posterior.
 
     Args:
         likelihood: As for every posterior.
@@ -73,11 +72,9 @@ class LaplaceCallback(Callback):
         """Fit and tune."""
         data = trainer.train_dataloader if self._data is None else self._data
         cls, likelihood, options = self._arguments
-        optimizers = trainer.optimizers
-        decay = known_decay(optimizers[0]) if len(optimizers) == 1 else None
         network = pl_module.get_submodule(self._network)
         with torch.random.fork_rng():
-            self.posterior = fitted(cls, network, likelihood, data, decay, generator=self._generator, **options)
+            self.posterior = fitted(cls, network, likelihood, data, generator=self._generator, **options)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the posterior's header and tensors."""

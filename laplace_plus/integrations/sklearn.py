@@ -21,7 +21,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from laplace_plus.errors import LabelError
-from laplace_plus.integrations.training import fitted, known_decay, train
+from laplace_plus.integrations.training import fitted, train
 from laplace_plus.likelihoods.gaussian import Gaussian
 from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -48,7 +48,7 @@ class LaplaceEstimator(BaseEstimator):
         posterior_options: Its arguments, such as ``{"parameters": "last_layer"}``.
         epochs: Passes over the data by Adam, with steps that shrink to zero along a cosine.
         lr: The first step.
-        weight_decay: Adam's, with the mean loss over a minibatch. The tuning of classifiers is told of it.
+        weight_decay: Adam's, with the mean loss over a minibatch.
         batch_size: Examples in a minibatch.
         prefit: Whether the module, or the skorch net, is trained already. ``fit`` then takes it as it is.
         device: Where a new network is trained and predicts; None for where it is.
@@ -84,28 +84,24 @@ class LaplaceEstimator(BaseEstimator):
     def _fit(self, X: Array, y: Array, n_outputs: int, likelihood: str, loss: nn.Module) -> Self:
         """Train a network on ``y``, integers ``[N]`` or numbers ``[N, C]``, and fit and tune its posterior."""
         seed = check_random_state(self.random_state).randint(2**31)
-        decay: float | None = None
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if isinstance(self.module, BaseEstimator):
                 net: Any = self.module
                 if not self.prefit:
                     net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
-                self.module_, decay = net.module_, known_decay(getattr(net, "optimizer_", None))
+                self.module_ = net.module_
             else:
                 self.module_ = self._module(X.shape[1], n_outputs)
         inputs, targets = self._tensor(X), torch.as_tensor(y) if y.ndim == 1 else self._tensor(y)
         if not (self.prefit or isinstance(self.module, BaseEstimator)):
-            decay = self.weight_decay
             training: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "batch_size": self.batch_size}
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                train(self.module_, inputs, targets, loss, weight_decay=decay, **training)
+                train(self.module_, inputs, targets, loss, weight_decay=self.weight_decay, **training)
         batches = list(zip(inputs.split(self.batch_size), targets.split(self.batch_size), strict=True))
         model, options, generator = self.module_, self.posterior_options, torch.Generator().manual_seed(seed)
-        self.posterior_ = fitted(
-            self.posterior, model, likelihood, batches, decay, generator=generator, **options or {}
-        )
+        self.posterior_ = fitted(self.posterior, model, likelihood, batches, generator=generator, **options or {})
         return self
 
     def _module(self, n_features: int, n_outputs: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What adapters share: a plain training, and a posterior that is tuned with what is known of the training."""
+"""What adapters share: a plain training, and a posterior that is fitted and tuned."""
 
 from __future__ import annotations
 
@@ -62,24 +62,10 @@ def fitted(
     model: nn.Module,
     likelihood: Any,
     data: Iterable[Any],
-    weight_decay: float | None = None,
     *,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> Any:
-    """A posterior, tuned by the library's default, which is told of a classifier's weight decay where it takes one."""
+    """A posterior, tuned by the library's default."""
     cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
-    found = cls(model, likelihood, **options).fit(data, generator=generator)
-    known = weight_decay and "auto" in found.tuners and found.likelihood.is_classifier
-    tuning: dict[str, Any] = {"weight_decay": weight_decay} if known else {}
-    return found.fit_prior_precision(generator=generator, **tuning)
-
-
-def known_decay(optimizer: Any) -> float | None:
-    """The weight decay that acted as a prior: one for all weights, added to gradients; else None."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    decays = {float(group.get("weight_decay", 0.0)) for group in groups}
-    coupled = type(optimizer) in (torch.optim.SGD, torch.optim.Adam)
-    if len(decays) != 1 or not coupled or any(group.get("decoupled_weight_decay") for group in groups):
-        return None
-    return decays.pop()
+    return cls(model, likelihood, **options).fit(data, generator=generator).fit_prior_precision(generator=generator)

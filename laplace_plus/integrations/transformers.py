@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from laplace_plus.applications.through import Through, through
 from laplace_plus.errors import DataError, UnsupportedError
-from laplace_plus.integrations.training import fitted, known_decay
+from laplace_plus.integrations.training import fitted
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.posteriors import Posterior
@@ -96,10 +96,8 @@ class LaplaceCallback(TrainerCallback):
         is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         data = ShiftedLabels(data) if is_causal and not isinstance(data, ShiftedLabels) else data
         cls, likelihood, options = self._arguments
-        optimizer = kwargs.get("optimizer")
-        decay = known_decay(getattr(optimizer, "optimizer", optimizer))  # within that of accelerate
         with torch.random.fork_rng():
-            self.posterior = fitted(cls, model, likelihood, data, decay, **options)
+            self.posterior = fitted(cls, model, likelihood, data, **options)
         if self._folder is not None:
             self.posterior.save(Path(args.output_dir) / self._folder)
 

@@ -137,18 +137,24 @@ class Auto:
         except DataError:
             why = "The training data are not at hand, so that nothing was compared with the network."
             warn(f"{why} Held-out data= would tell.", NoGainWarning)
-            found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
-            return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
+            alone = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
+            return AutoTuning(**{**alone, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
         part = own.network.n_parameters < trained_size(own.network)
         scales = SCALES if part else SCALES[SCALES.index(1.0) :]
         options = link_options(self, model.likelihood, generator)
         choose = _of_regression if noisy else _of_views
-        chosen = choose(own, data, scales, options, progress)
+        chosen: dict[str, Any] = {"noise_std": evidence.noise_std, **choose(own, data, scales, options, progress)}
         if chosen["chosen"] == "network":
             warn(f"{chosen['why']} Held-out data= would tell more.", NoGainWarning)
-        common = {"method": "auto", "evidence": evidence, "scales": scales, "noise_std": evidence.noise_std}
-        common |= {"converged": evidence.converged, "groups": evidence.groups}
-        return AutoTuning(**{**common, "n_evaluations": evidence.n_evaluations + len(scales), **chosen})
+        return AutoTuning(
+            method="auto",
+            converged=evidence.converged,
+            n_evaluations=evidence.n_evaluations + len(scales),
+            groups=evidence.groups,
+            evidence=evidence,
+            scales=scales,
+            **chosen,
+        )
 
 
 _WHY = {
@@ -193,14 +199,14 @@ class _Views:
         score: Score = lambda found: -(weights * found.log_prob(targets)).sum() / weights.sum()  # noqa: E731
         return self._losses(*rows.around(index[some]), told[some], score)
 
-    def between(self, rows: Rows) -> tuple[Tensor, float] | None:
+    def between(self, rows: Rows) -> tuple[Tensor | None, float | None]:
         """Between neighbouring data, under new labels there, and the rate of wrong ones; None without, as for numbers.
 
         Either end's label is as good halfway between two data.
         """
         likelihood, index = self.own.likelihood, rows.chosen(new_data.ROWS)
         if not likelihood.is_classifier or not rows.are_points:
-            return None
+            return None, None
         features = torch.cat(rows.around(index)[0]).flatten(1)
         kept = new_data.distinct(features)
         features, index = features[kept], index[kept]
@@ -254,46 +260,41 @@ def _of_views(
     own: Tunable, data: Iterable[Any], scales: tuple[float, ...], options: dict[str, Any], progress: bool
 ) -> dict[str, Any]:
     """The scale that both views choose together, and what they found, as fields of the result."""
-    views, notes, found = _Views(own, scales, options), "", list[tuple[float, Tensor]]()
+    views, network = _Views(own, scales, options), len(scales)
+    at = between = rate = None
+    notes = " Nothing was compared, since batches of these inputs cannot be cut into examples."
     rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
-    at = between = None
-    if rows is None:
-        notes = " Nothing was compared: inputs of some other form than tensors of one row for each example."
-    else:
-        at = views.at_data(rows)
+    if rows is not None:
+        at, notes = views.at_data(rows), ""
         try:
-            between = views.between(rows)
+            between, rate = views.between(rows)
         except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
             notes = f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
-    found = [
-        (weight, losses) for weight, losses in ((1.0, at), (BETWEEN, between and between[0])) if losses is not None
-    ]
-    found = [(weight, losses) for weight, losses in found if bool(losses.isfinite().all())]
-    place, network = _together(found, scales), len(scales)
-    total = (
-        sum(w * losses for w, losses in found) / sum(w for w, _ in found)
-        if found
-        else torch.full((network + 1,), math.nan)
-    )
-    is_network = place == network and views.has_network
-    scale = 1.0 if is_network or not found else scales[min(place, network - 1)]
+    pairs = [(1.0, at), (BETWEEN, between)]
+    found = [(weight, losses) for weight, losses in pairs if losses is not None and bool(losses.isfinite().all())]
+    place = _together(found, scales)
+    total = torch.full((network + 1,), math.nan)
+    if found:
+        total = torch.stack([weight * losses for weight, losses in found]).sum(0) / sum(weight for weight, _ in found)
+    is_own = place == network and views.has_network
+    scale = 1.0 if is_own or not found else scales[min(place, network - 1)]
     chosen = "network" if place == network else "marginal_likelihood" if scale == 1 else "new_data"
     return {
         "prior_precision": own.prior_precision.detach(),
         "value": -float(total[place]),
-        "link": "network" if is_network else None,
+        "link": "network" if is_own else None,
         "covariance_scale": scale,
         "chosen": chosen,
         "why": _WHY[chosen].format(scale) + notes,
         "expected_gain": float(total[-1] - total[place]),
         "losses": at,
-        "between_losses": None if between is None else between[0],
-        "wrong_labels": None if between is None else between[1],
+        "between_losses": between,
+        "wrong_labels": rate,
     }
 
 
 def _together(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> int:
-    """The place of the scale that weighed views choose together; the last but one is that of the network."""
+    """The place of the scale that weighed views choose together, or of the network: behind the last one."""
     places = [int(losses.argmin()) for _, losses in found]
     if len(set(places)) < 2:  # noqa: PLR2004
         return next(iter(places), len(scales))

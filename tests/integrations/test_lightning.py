@@ -64,7 +64,7 @@ def test_the_posterior_is_that_of_the_library(trained):
     module, callback, _ = trained
     assert module.training and module.net[1].training
     module.zero_grad()
-    expected = lp.KFAC(module, "classification").fit(loader()).fit_prior_precision(weight_decay=0.01)
+    expected = lp.KFAC(module, "classification").fit(loader()).fit_prior_precision()
     x = loader().dataset.tensors[0]
     assert callback.posterior.n_data == 60
     torch.testing.assert_close(callback.posterior.prior_precision, expected.prior_precision, rtol=1e-4, atol=1e-6)
