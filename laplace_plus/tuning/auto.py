@@ -32,7 +32,7 @@ from torch.nn.functional import one_hot
 
 from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network.batches import iterate
+from laplace_plus.network.batches import cut, iterate
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.tuning import new_data
@@ -132,10 +132,13 @@ class Auto:
             own.noise_std = residual if own.noise_std.ndim else residual.mean()
         evidence = MarginalLikelihood(tune_noise=False if noisy else self.tune_noise).tune(own, progress=progress)
         own.apply_tuning(evidence)
+        missing = "The rows of a batch depend on each other" if model.likelihood.couples_rows else ""
         try:
             data = posterior.training_data.again(None, "The default tuning passes over the training data.")
         except DataError:
-            why = "The training data are not at hand, so that nothing was compared with the network."
+            missing = "The training data are not at hand"
+        if missing:
+            why = f"{missing}, so that nothing was compared with the network."
             warn(f"{why} Held-out data= would tell.", NoGainWarning)
             alone = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**alone, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
@@ -195,7 +198,7 @@ class _Views:
             outputs = outputs - outputs.mean(1, keepdim=True)
         told = new_data.left_out_outputs(features[kept], outputs)
         some = evenly(len(index), self.most, index.device)
-        targets, weights = rows.targets[index[some]], rows.weights[index[some]]
+        targets, weights = cut(rows.targets, index[some]), rows.weights[index[some]]
         score: Score = lambda found: -(weights * found.log_prob(targets)).sum() / weights.sum()  # noqa: E731
         return self._losses(*rows.around(index[some]), told[some], score)
 

@@ -59,7 +59,7 @@ class Rows:
     Attributes:
         inputs: Of E examples, in parts of the loader's batches.
         outputs: f, ``[E·M, C]`` float64.
-        targets: ``[E·M, ...]``.
+        targets: ``[E·M, ...]``, or a tree of these.
         weights: ``[E·M]``; zero where there is no label.
         per_example: M.
         batch_size: Examples of the first batch.
@@ -67,7 +67,7 @@ class Rows:
 
     inputs: list[Any]
     outputs: Tensor
-    targets: Tensor
+    targets: Any
     weights: Tensor
     per_example: int
     batch_size: int
@@ -122,8 +122,8 @@ def rows_of(
             per_example = 0  # padded to several lengths
         parts.append(batch.inputs)
         found.append(likelihood.rows(outputs.double(), batch.target))
-    outputs, targets, weights = (torch.cat(column) for column in zip(*found, strict=True))
-    for values in (outputs, targets):
+    outputs, targets, weights = (batches.joined(column) for column in zip(*found, strict=True))
+    for values in (outputs, *batches.tensors_in(targets)):
         weights = weights * values.reshape(len(values), -1).isfinite().all(1)
     return Rows(parts, outputs, targets, weights, per_example, size)
 

@@ -68,7 +68,6 @@ def test_the_posterior_is_that_of_the_library(trained):
     x = loader().dataset.tensors[0]
     assert callback.posterior.n_data == 60
     torch.testing.assert_close(callback.posterior.prior_precision, expected.prior_precision, rtol=1e-4, atol=1e-6)
-    assert callback.posterior.tuning.training_prior_precision == pytest.approx(4 * 60 * 0.01, rel=1e-4)
     torch.testing.assert_close(callback.posterior.predictive(x).mean, expected.predictive(x).mean)
 
 

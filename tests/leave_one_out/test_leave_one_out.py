@@ -217,7 +217,7 @@ def tokens():
 @pytest.mark.parametrize("unit", ["example", "position"])
 def test_tokens(unit, leverages):
     net, x, y = tokens()
-    posterior = lp.Full(net, "classification", prior_precision=0.4).fit(chunks(x, y, 2, 4))
+    posterior = lp.Full(net, lp.Categorical(output_axis=-1), prior_precision=0.4).fit(chunks(x, y, 2, 4))
     left = lp.leave_one_out(posterior, unit=unit, leverages=leverages)
     outputs, jacobians = net(x).detach(), jacobian(net, x).view(6, 3, 3, -1)
     used = y != -100
