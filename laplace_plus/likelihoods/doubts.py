@@ -30,15 +30,15 @@ class Doubts:
         """Take a batch's arranged outputs ``[B, *, C]`` and valid targets into account."""
         if self._scale > -math.inf:
             self._scale += self.likelihood.evidence_for_another_scale(outputs, targets)
-        shapes, sizes = list[torch.Size](), {*outputs.shape[1:]}
-        each(lambda own: shapes.append(own.shape), targets)
-        alike = isinstance(self.likelihood.output_axis, UnnamedAxis) and outputs.dim() > 2 and len(sizes) == 1  # noqa: PLR2004
-        if self._axis is None or not alike or sizes == {1} or outputs.shape in shapes:
+        sizes, unnamed = {*outputs.shape[1:]}, isinstance(self.likelihood.output_axis, UnnamedAxis)
+        if not unnamed or outputs.dim() < 3 or len(sizes) > 1 or sizes == {1}:  # noqa: PLR2004
             self._axis = None
-        else:
+        elif self._axis is not None:
+            shapes = list[torch.Size]()
+            each(lambda own: shapes.append(own.shape), targets)
             statistics = [self.likelihood.statistics(f, targets) for f in (outputs.movedim(1, -1), outputs)]
             other, own = map(self.likelihood.log_likelihood, statistics)
-            self._axis += float(other - own)
+            self._axis = None if outputs.shape in shapes else self._axis + float(other - own)
 
     def settle(self) -> None:
         """After all data, refuse or warn of what they tell."""
@@ -51,6 +51,8 @@ class Doubts:
                 got=f"targets that fit axis 1 better by {self._axis:.1f} nats",
                 fix=f"Pass lp.{name}(..., output_axis=1) for [B, C, *], or output_axis=-1 for [B, *, C].",
             )
+        if self._scale <= _STRONG_EVIDENCE:
+            return
         given, taken, expected, fix = likelihood.scales
         rows = ", in rows that sum to one" if self._scale == math.inf else ""
         found = OutputError(
@@ -61,5 +63,4 @@ class Doubts:
         )
         if self._scale == math.inf:
             raise found
-        if self._scale > _STRONG_EVIDENCE:
-            warn(str(found))
+        warn(str(found))

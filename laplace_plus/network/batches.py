@@ -77,7 +77,7 @@ def split(item: Any) -> Batch:
         inputs, target = inputs_of(item), next((item[key] for key in TARGET_KEYS if key in item), None)
     elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
         inputs, target = (item[0] if len(item) == 2 else tuple(item[:-1])), item[-1]  # noqa: PLR2004
-    leaves = flatten(target)[0]
+    leaves = [target] if isinstance(target, Tensor) else flatten(target)[0]
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         expected = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
         fix = "let the loader yield batches (a DataLoader collates examples), or rename the target's key"
@@ -136,7 +136,7 @@ def iterate(
     for index, item in enumerate(data):
         batch = split(item)
         target = to_device(batch.target, device)
-        sizes = {leaf.shape[:1] for leaf in flatten(target)[0]}
+        sizes = {leaf.shape[:1] for leaf in tensors_in(target)}
         inputs = to_device(_by_example(batch.inputs, min(sizes)[0] if sizes and min(sizes) else 0), device)
         if len(sizes) > 1 or () in sizes or (batch_size(inputs) == 0) != (batch_size(target) == 0):
             raise DataError(

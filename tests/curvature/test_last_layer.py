@@ -182,7 +182,8 @@ def test_heads_whose_outputs_change_are_not_taken_for_the_networks_own(other, wa
     for after in (other, wanted):
         model = Pixels(False, after).double()
         labels = y.reshape(model(x).shape[:-1]) if model(x).numel() == 4 * y.numel() else y[..., :4]
-        posterior = lp.Full(model, "classification", parameters="last_layer").fit([(x, labels)])
+        likelihood = lp.Categorical(output_axis=-1)  # four positions of four classes, whose labels are drawn
+        posterior = lp.Full(model, likelihood, parameters="last_layer").fit([(x, labels)])
         assert not Capture(posterior.network, x).pointwise
         found.append((posterior.log_marginal_likelihood(), posterior.functional_posterior(x).covariance))
     torch.testing.assert_close(*found)
