@@ -11,6 +11,7 @@ the posterior is made, and pytest runs the rest::
 from __future__ import annotations
 
 import tempfile
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -50,6 +51,29 @@ def raises(error: type[LaplacePlusError], call: Callable[[], Any]) -> None:
     with suppress(error):
         call()
         raise AssertionError(f"{error.__name__} was not raised")
+
+
+class Sorting(nn.Module):
+    """Runs a network on a batch in the order of its inputs' first features, and puts the outputs back."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the network."""
+        order = x[:, 0].argsort()
+        return self.network(x[order])[order.argsort()]
+
+
+class Merging(Sorting):
+    """Adds to a network's outputs those at the mean of all inputs of a batch whose first feature has the same sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the network."""
+        signs, place = x[:, 0].sign().unique(return_inverse=True)
+        sums = x.new_zeros(len(signs), x.shape[1]).index_add(0, place, x)
+        return self.network(x) + self.network(sums / place.bincount()[:, None])[place]
 
 
 class PosteriorConformance(ABC):
@@ -129,6 +153,18 @@ class PosteriorConformance(ABC):
         posterior.predictive(data[0][0], method="sampled", n_samples=3)
         posterior.sample(2)
         assert_untouched(model, before)
+
+    def test_rows_may_move_by_their_data(self) -> None:
+        model, data = self.classification()
+        model[3].p = 0.0  # dropout while training would tell rows apart
+        data[0] = data[0][0][data[0][0][:, 0].argsort()], data[0][1]  # only later batches are out of order
+        found = []
+        for network in model, Sorting(model):
+            torch.manual_seed(0)
+            posterior = self.make(network, "classification").fit(data)
+            found.append([posterior.predictive(x, generator=_generator()).mean for x, _ in data[:2]])
+        for plain, moved in zip(*found, strict=True):
+            assert_close(moved, plain, rtol=1e-6, atol=1e-8)
 
     def test_samples_have_the_parameters_shape(self) -> None:
         posterior, model, _ = self.fitted()
@@ -215,7 +251,18 @@ class GaussianConformance(PosteriorConformance):
 
     def test_functional_covariance_is_that_of_the_linearised_network(self) -> None:
         posterior, _, data = self.fitted()
-        x = data[0][0]
+        self.assert_linearised(posterior, data[0][0])
+
+    def test_examples_may_share_rows(self) -> None:
+        model, data = self.classification()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Which rows belong")
+            posterior = self.make(Merging(model), "classification").fit(data)
+            for x, _ in data[:2]:
+                self.assert_linearised(posterior, x)
+
+    def assert_linearised(self, posterior: Any, x: Tensor) -> None:
+        """Assert that functional posteriors are those of the network's linearisation, written out."""
         vector = posterior.network.vector()
         jacobian = torch.func.jacrev(lambda v: posterior.network(x, posterior.network.substitute(v)))(vector)
         covariance = posterior.covariance_matrix()

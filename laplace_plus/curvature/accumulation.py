@@ -1,9 +1,10 @@
 """Adding up a batch's curvature, a chunk of cotangents at a time, into the sums of all data.
 
 Sums are updated in place. The inputs of a Kronecker factor are the same for every chunk of cotangents, so they enter
-with the first chunk. Where an attention mask hides tokens, they enter with the last chunk: a masked position is padding
-if no cotangent's gradient reaches it. Padding is left out of ``Σ a aᵀ`` and of its count, or of the mean where
-positions are summed first. A fit then does not depend on the longest sequence of each batch.
+with the first chunk. Where an attention mask hides tokens, or where examples share rows, they enter with the last
+chunk: what no cotangent's gradient reaches is padding, or a row of other examples. It is left out of ``Σ a aᵀ`` and of
+its count, or of the mean where positions are summed first. A fit then does not depend on the longest sequence of each
+batch, nor on which examples a batch joins.
 """
 
 from __future__ import annotations
@@ -98,8 +99,7 @@ class Accumulation:
             if not isinstance(own, (OuterGradients, EmbeddingGradients)):
                 raise used_differently([layout.key])
             block.add(own, components, summed=not self._expands)
-            if self._tokens is not None:
-                self._await(block, own, layout, self._tokens)
+            self._await(block, own, layout)
             if self._is_first and layout.key not in self._waiting:
                 self._add_inputs(block, own, layout)
         self._is_first = False
@@ -138,15 +138,18 @@ class Accumulation:
             for key in shared:
                 self._blocks.pop(key, None)
 
-    def _await(
-        self, block: KroneckerBlock, gradients: OuterGradients | EmbeddingGradients, layout: Layout, tokens: Tensor
-    ) -> None:
-        """Defer the inputs of a layer whose positions are those of the tokens."""
-        names = set(layout.names)
-        uses = Counter(call.rows for call in self.gradients.capture.calls if {part.name for part in call.rows} == names)
+    def _await(self, block: KroneckerBlock, gradients: OuterGradients | EmbeddingGradients, layout: Layout) -> None:
+        """Defer the inputs of a layer whose positions are those of the tokens, or rows of the whole batch."""
+        tokens, uses = self._tokens, Counter[Any]()
+        if tokens is not None:
+            names = set(layout.names)
+            uses.update(
+                call.rows for call in self.gradients.capture.calls if {part.name for part in call.rows} == names
+            )
         # The tokens may come once for each use of the weight.
-        if self._is_first and any(gradients.n_positions == count * tokens.shape[1] for count in uses.values()):
-            self._waiting[layout.key] = _Inputs(block, gradients, layout, tokens)
+        is_hidden = tokens is not None and gradients.n_positions in [n * tokens.shape[1] for n in uses.values()]
+        if self._is_first and (gradients.shares_rows or is_hidden):
+            self._waiting[layout.key] = _Inputs(block, gradients, layout, tokens if is_hidden else None)
         if layout.key in self._waiting:
             self._waiting[layout.key].note(gradients)
 
@@ -200,30 +203,37 @@ def token_mask(inputs: Any, n_examples: int) -> Tensor | None:
 
 
 class _Inputs:
-    """A layer's inputs, which wait until all cotangents have told which positions are padding.
+    """A layer's inputs, which wait until all cotangents have told which positions count.
 
-    A masked position may count all the same. The network may ignore the mask, or the mask may be about another sequence
-    of the same length (a decoder's positions under the encoder's mask). So an example's masked positions are padding if
-    no output gradient of any cotangent reaches them, however data and cotangents are cut.
+    Of rows of the whole batch, each example's are those that its output gradients reach. A masked position may count
+    all the same: the network may ignore the mask, or the mask may be about another sequence of the same length (a
+    decoder's positions under the encoder's mask). So an example's masked positions are padding if no output gradient of
+    any cotangent reaches them, however data and cotangents are cut.
     """
 
     def __init__(
-        self, block: KroneckerBlock, gradients: OuterGradients | EmbeddingGradients, layout: Layout, tokens: Tensor
+        self,
+        block: KroneckerBlock,
+        gradients: OuterGradients | EmbeddingGradients,
+        layout: Layout,
+        tokens: Tensor | None,
     ):
         self.block, self.layout = block, layout
         self.gradients = gradients.select(torch.zeros(0, dtype=torch.long))  # only the inputs are kept
-        self.tokens = tokens.to(gradients.device).repeat(1, gradients.n_positions // tokens.shape[1])
-        self.is_reached = torch.zeros(len(tokens), dtype=torch.bool, device=gradients.device)
+        n, size, device = gradients.n_examples, gradients.n_positions, gradients.device
+        self.tokens = None if tokens is None else tokens.to(device).repeat(1, size // tokens.shape[1])
+        self.is_reached = torch.zeros(n, size, dtype=torch.bool, device=device)
 
     def note(self, gradients: OuterGradients | EmbeddingGradients) -> None:
         """Take some cotangents into account."""
         left = gradients.expand_left(gradients.raw_left)  # [V, B, S, G, o]
-        reached = (left != 0).flatten(3).any(-1).any(0)  # [B, S]
-        self.is_reached |= (reached & ~self.tokens).any(1)
+        self.is_reached |= (left != 0).flatten(3).any(-1).any(0)
 
     def kept(self) -> Tensor:
-        """``[B, S]``: the positions that are not padding."""
-        return self.tokens | self.is_reached[:, None]
+        """``[B, S]``: the positions that count."""
+        if self.tokens is None:
+            return self.is_reached
+        return self.tokens | (self.is_reached & ~self.tokens).any(1, keepdim=True)
 
 
 def _means(right: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:

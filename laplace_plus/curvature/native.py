@@ -70,11 +70,13 @@ class Native(Backend):
         observed = rows, targets, weight = likelihood.rows(outputs, batch.target)
         # An example with nothing but ignored targets does not count.
         used = weight.view(capture.n_examples, -1).bool().any(1)
+        if total is not None and not capture.pointwise:
+            total = _written(total, network)
         sums = Accumulation(gradients, structure, likelihood.n_noise, used, total)
         sums.together = likelihood.couples_rows
         if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not sums.corrects:
             direct = last_layer_curvature(gradients, structure, likelihood, observed)
-            if direct is not None:
+            if direct is not None and (total is None or not total.differences(direct)):
                 return direct if total is None else total.add_(direct), outputs
         for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
             sums.add(cotangents, components)
@@ -195,3 +197,11 @@ def last_layer_curvature(
     else:
         return None
     return Curvature([(layout, block)])
+
+
+def _written(total: Curvature, network: Network) -> Curvature:
+    """A sum to which batches can be added whose outputs are not those of the output layer itself."""
+    if not any(isinstance(block, SoftmaxOutputBlock) for _, block in total):
+        return total
+    layout, matrix = whole_layout(network), total.dense(torch.ones(1, dtype=network.dtype))
+    return Curvature([(layout, DenseBlock(matrix[None, None], layout.shape))])

@@ -195,14 +195,18 @@ class Curvature:
         """The blocks' layouts."""
         return [layout for layout, _ in self.blocks]
 
+    def differences(self, other: Curvature) -> list[str]:
+        """Keys of the blocks that the two do not have in common."""
+        mine, theirs = {lay.key: type(block) for lay, block in self}, {lay.key: type(block) for lay, block in other}
+        return sorted(mine.keys() ^ theirs.keys()) or [key for key in mine if mine[key] is not theirs[key]]
+
     def add_(self, other: Curvature) -> Curvature:
         """Add further data's curvature in place; :class:`DataError` if the two treat some parameter differently."""
-        mine, theirs = {lay.key: block for lay, block in self}, {lay.key: block for lay, block in other}
-        changed = sorted(mine.keys() ^ theirs.keys()) or [k for k in mine if type(mine[k]) is not type(theirs[k])]
-        if changed:
+        if changed := self.differences(other):
             raise used_differently(changed)
-        for key, block in mine.items():
-            block.add_(theirs[key])
+        theirs = {layout.key: block for layout, block in other}
+        for layout, block in self:
+            block.add_(theirs[layout.key])
         return self
 
     def clone(self) -> Curvature:

@@ -112,6 +112,7 @@ class Curvlinops(ForeignBackend):
     def _factored(
         self, task: Task, sharing: str, runs: list[tuple[slice, Tensor]], loss: nn.Module, scale: float
     ) -> Curvature:
+        self.require_rows(task, in_order=sharing == "reduce")
         network, n_data = task.network, len(task.outputs)
         private = self.private_copy(network)
         layers = self.kronecker_layers(task, private)

@@ -133,7 +133,9 @@ class Call(ABC):
         value = self.value.expand(n_examples, *self.value.shape)
         if 0 in self.example_axes:
             value, gradient = value.flatten(0, 1), gradient.flatten(1, 2)
-        return replace(self, value=value).gradients(gradient, n_examples, FIRST)
+        result = replace(self, value=value).gradients(gradient, n_examples, FIRST)
+        result.shares_rows = True
+        return result
 
     def by_example(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> tuple[Tensor, Tensor]:
         """The input ``[B, r, …]`` and the gradient ``[V, B, r, …]`` with the examples in front."""

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import batches
@@ -59,9 +60,18 @@ def _functions(names: str) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
 
+_UNSEEN = _functions("tolist numpy __array__ __float__")
+"""Functions behind which values are computed with elsewhere."""
+
+_TELLING = _functions("item __bool__ __int__ __index__ __contains__ equal allclose is_nonzero")
+"""Functions whose results tell Python code which way to go."""
+
+_FEW = 8
+"""So many results of those are a kind of batch; more of them are those of a loop over examples."""
+
 _ORDERING = _functions(
-    "sort argsort msort topk nonzero nonzero_static argwhere masked_select unique unique_consecutive where tolist"
-    " _pack_padded_sequence _pad_packed_sequence repeat_interleave"
+    "sort msort topk masked_select unique unique_consecutive repeat_interleave _pack_padded_sequence"
+    " _pad_packed_sequence"
 ) | {torch.unique, torch.unique_consecutive, torch._unique2}
 """Functions whose results depend on the data in order, number or place of rows."""
 
@@ -71,6 +81,20 @@ _INDEXING = _functions(
     " index_put_ index_reduce index_reduce_ masked_scatter masked_scatter_ put put_"
 )
 """Functions that move rows by integers or masks among their further arguments."""
+
+_ALONG = _functions(
+    "flip roll sum mean nanmean nansum prod std var norm amax amin max min median logsumexp softmax log_softmax cumsum"
+    " cumprod cummax cummin logcumsumexp diff"
+) | {F.softmax, F.log_softmax}
+"""Functions that move or mix rows if they go along the first axis: by how much, numbers of zero and one may decide."""
+
+_PRODUCTS = _functions("matmul __matmul__ __rmatmul__ mm mv addmm einsum inner") | {
+    F.linear,
+    torch.einsum,
+    torch.tensordot,
+    torch.sparse.mm,
+}
+"""Functions that move or mix rows by a matrix, such as one of a permutation."""
 
 _QUIET = "There is a performance drop|Full backward hook is firing"
 """Warnings of derivatives that several cotangents, or hooks of the user, take another way."""
@@ -92,7 +116,8 @@ class _Recorder(TorchFunctionMode):
         uses: Names of all parameters in the order of their use.
         uncovered: Selected parameters with a use that no rule describes.
         tables: By the output's id, look-ups that may be the same for all examples, and the sums that they enter.
-        moves_rows: Whether rows are moved by indices that depend on the inputs.
+        moves_rows: Whether rows may be moved in a way that depends on the inputs' values.
+        told: Values among the inputs, and others that depend on the inputs, by which Python code may go another way.
         cuts_off: Whether a parameter is used without derivatives, or something is detached.
         widest: Memory of the largest output of a function that has a derivative.
     """
@@ -109,19 +134,24 @@ class _Recorder(TorchFunctionMode):
         self.uncovered: set[str] = set()
         self.tables: dict[int, list[Any]] = {}
         self.moves_rows = self.cuts_off = self.packed = False
+        self.told: list[Any] = []
         self.widest = 0
         # Ids of the inputs and of all that was computed from them; None where these cannot be told.
         self.from_inputs: set[int] | None = set()
+        self.sizes = set[int]()  # of the inputs' first axes
         waiting = [inputs]
         while waiting and self.from_inputs is not None:
             item = waiting.pop()
             if isinstance(item, Tensor):
                 self.from_inputs.add(id(item))
+                self.sizes.update(item.shape[:1])
             elif isinstance(item, (tuple, list)):  # also a PackedSequence
                 waiting.extend(item)
             elif isinstance(item, Mapping):
                 waiting.extend(item.values())
-            elif item is not None and not isinstance(item, (bool, int, float, str)):
+            elif item is None or isinstance(item, (bool, int, float, str)):
+                self._note_told(item)
+            else:
                 self.from_inputs = None
 
     def find(self, value: Any) -> ParameterRows | None:
@@ -146,7 +176,8 @@ class _Recorder(TorchFunctionMode):
             self._note_other_use(func, used, output)
         elif not used and func in _DETACHING:
             self.cuts_off = self.cuts_off or any(tensor.requires_grad for tensor in tensors)
-        self._note_moves(func, args, tensors, output)
+        if not self.moves_rows:
+            self._note_moves(func, args, kwargs, tensors, output)
         if isinstance(output, Tensor) and output.requires_grad:
             self.widest = max(self.widest, output.numel() * output.element_size())
         return output
@@ -216,18 +247,52 @@ class _Recorder(TorchFunctionMode):
             else:
                 self.uncovered |= self.wanted.intersection(map(_NAME, used))
 
-    def _note_moves(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> None:
-        """Follow what depends on the inputs, and whether it decides which rows go where."""
+    def _note_moves(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> None:
+        """Follow what depends on the inputs, and whether it may decide which rows go where."""
         known = self.from_inputs
-        if known is not None and known.isdisjoint(map(id, tensors)):
+        derived = tensors if known is None else [tensor for tensor in tensors if id(tensor) in known]
+        if not derived:
             return
-        if func in _ORDERING:
-            self.moves_rows = self.moves_rows or len(args) == 1 or func not in (torch.where, Tensor.where)
-        elif func in _INDEXING and not self.moves_rows:
-            indices = (tensor for tensor in tensors_in(args[1:]) if known is None or id(tensor) in known)
-            self.moves_rows = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in indices)
+        made = tensors_in(args[:1] if output is None else output)
+        if func in _UNSEEN:
+            self.moves_rows = True
+        elif func in _TELLING:
+            self._note_told(output)
+        elif any(tensor.requires_grad for tensor in made):
+            self.moves_rows = self._may_move(func, args, kwargs, derived)
+        for tensor in made:  # a matrix of pairs of examples
+            if _is_integer(tensor) and tensor.ndim > 1 and any(tensor.shape.count(n) > 1 for n in self.sizes if n > 1):
+                self.moves_rows = True
         if known is not None:
-            known.update(map(id, tensors_in(args[:1] if output is None else output)))
+            known.update(map(id, made))
+
+    def _may_move(self, func: Any, args: Any, kwargs: Any, derived: list[Tensor]) -> bool:
+        """Whether a function may move rows of a tensor with a derivative in a way that depends on the inputs."""
+        others, known = (args[1:], kwargs), self.from_inputs
+        if func in _INDEXING:
+            indices = (tensor for tensor in tensors_in(others) if known is None or id(tensor) in known)
+            return any(map(_is_integer, indices)) or _cuts_rows(args)
+        if func in _ALONG:
+            axes = [item for item in tree_leaves(others) if type(item) is int]
+            return not axes or not {0, -derived[0].ndim}.isdisjoint(axes)
+        if func in _PRODUCTS:
+            return len(derived) > 1 and any(tensor.ndim <= 2 for tensor in derived)  # noqa: PLR2004
+        return func in _ORDERING
+
+    def _note_told(self, value: Any) -> None:
+        self.told.append(value)
+        self.moves_rows = self.moves_rows or len(self.told) > _FEW or isinstance(value, float)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _cuts_rows(args: Any) -> bool:
+    """Whether an index takes some of the rows along the first axis by a list or a slice."""
+    index = args[1] if len(args) > 1 else None
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, list) or (isinstance(first, slice) and first != slice(None))
 
 
 class Capture:
@@ -245,7 +310,7 @@ class Capture:
         uncovered: Selected parameters with some use that no rule describes.
         uses: Names of parameters in the order of their use.
         leaves: The selected parameters of this pass.
-        moves_rows, cuts_off: As of the recorder.
+        moves_rows, told, cuts_off: As of the recorder.
         frees: Whether the backward pass of a single cotangent frees the graph as it goes, for there is no other one.
         last_used: Name of the last parameter used that influences the outputs; set when the batch is examined.
     """
@@ -263,7 +328,7 @@ class Capture:
             arranged = network.arrange(raw)
         self.inputs, self.differentiable, self.frees = inputs, differentiable, False
         self.uses, self.uncovered = recorder.uses, recorder.uncovered
-        self.moves_rows, self.cuts_off = recorder.moves_rows, recorder.cuts_off
+        self.moves_rows, self.told, self.cuts_off = recorder.moves_rows, recorder.told, recorder.cuts_off
         if recorder.tables:
             _place_tables(recorder.tables.values(), arranged)
         self.calls = recorder.calls

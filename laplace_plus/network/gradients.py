@@ -210,7 +210,9 @@ def _sum(uses: list[Any]) -> ExampleGradients:
         return concatenate(uses)
     if all(isinstance(use, EmbeddingGradients) for use in uses):
         index, left = torch.cat([use.index for use in uses], 1), torch.cat([use.left for use in uses], 2)
-        return EmbeddingGradients(index, left, uses[0].n_columns)
+        result = EmbeddingGradients(index, left, uses[0].n_columns)
+        result.shares_rows = any(use.shares_rows for use in uses)
+        return result
     return DenseGradients(torch.stack([use.dense(slice(None)) for use in uses]).sum(0))
 
 

@@ -6,7 +6,7 @@ output of a call this says of every row which example it belongs to: its gradien
 Rows along an axis are tried first, then rows in another order. Where a row has no single example, the outputs of each
 example are differentiated by themselves; a parameter whose blocks still miss the invariant takes the general path.
 
-Batches are examined whenever indices that depend on the data move rows, or else the first of each kind of shapes.
+Batches are examined whenever rows are moved by the data, or else the first of each kind of shapes and of branches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class Examined:
 def examined(network: Network, capture: Capture) -> Examined:
     """What is known about a batch, from the batch itself or from one like it."""
     # What batches that need be examined once have in common: their calls, and how their sizes relate.
-    n, kind = capture.n_examples, [capture.n_examples == 1, capture.pointwise, frozenset(capture.uncovered)]
+    n, kind = (
+        capture.n_examples,
+        [capture.n_examples == 1, capture.pointwise, frozenset(capture.uncovered), *capture.told],
+    )
     for call in capture.calls:
         kind += [type(call), call.rows, call.packed, len(call.output_shape)]
         for size in call.output_shape[:2] if n > 1 else ():
@@ -74,7 +77,7 @@ def examined(network: Network, capture: Capture) -> Examined:
 
 
 def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
-    """What one batch tells, and whether a derivative reached every call, so that the next one need not be asked."""
+    """What one batch tells, and whether its kind is: if a derivative reaches all calls, and rows lie along axes."""
     n, outputs = capture.n_examples, capture.graph_outputs
     cotangent = generic(outputs)
     source = torch.Generator().manual_seed(1)
@@ -102,7 +105,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         is_known = capture.pointwise or not is_finite
         rows.append(FIRST if is_known else _rows(call, first.detach()[0], second.detach()[0], weights, rounding))
         parts += map(_NAME, call.rows)
-        is_certain = is_certain and bool(first.any())
+        is_certain = is_certain and bool(first.any()) and not isinstance(rows[-1], Tensor)
         if rows[-1] is None:
             costly.add(call.rows[0].name)
     plain, unreached = dict[str, Tensor](), set[str]()

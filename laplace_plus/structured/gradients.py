@@ -68,8 +68,10 @@ class ExampleGradients(ABC):
         shape: ``(G, o, i)``.
         dtype: The type in which sums are taken.
         device: Where they are.
+        shares_rows: Whether the positions are rows of the whole batch, of which each example may reach any.
     """
 
+    shares_rows = False
     n_cotangents: int
     n_examples: int
     shape: tuple[int, int, int]
@@ -366,4 +368,6 @@ def _rank_one_joint(rows: Tensor, right: Tensor, weights: Tensor) -> Tensor:
 def concatenate(uses: list[OuterGradients]) -> OuterGradients:
     """The gradient of a weight that is used several times: the positions of all uses are positions of one."""
     left, right = torch.cat([use.left(_EVERY) for use in uses], 2), torch.cat([use.right(_EVERY) for use in uses], 1)
-    return OuterGradients(right, left, compute_dtype=uses[0].dtype)
+    result = OuterGradients(right, left, compute_dtype=uses[0].dtype)
+    result.shares_rows = any(use.shares_rows for use in uses)
+    return result
