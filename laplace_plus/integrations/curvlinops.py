@@ -21,7 +21,9 @@ from laplace_plus.curvature.structures import Curvature, KroneckerStructure
 from laplace_plus.integrations.foreign import ForeignBackend, Task
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network import batches
+from laplace_plus.network.calls import FIRST
 from laplace_plus.network.gradients import whole_layout
+from laplace_plus.network.invariant import examined
 from laplace_plus.structured import DenseBlock, KroneckerBlock
 
 with warnings.catch_warnings():
@@ -112,8 +114,12 @@ class Curvlinops(ForeignBackend):
     def _factored(
         self, task: Task, sharing: str, runs: list[tuple[slice, Tensor]], loss: nn.Module, scale: float
     ) -> Curvature:
-        self.require_rows(task, in_order=sharing == "reduce")
         network, n_data = task.network, len(task.outputs)
+        if any(
+            row is None or (sharing == "reduce" and row is not FIRST) for row in examined(network, task.capture).rows
+        ):
+            expected, got = "rows of one example each, in order", "a network that moves or shares rows"
+            raise self.refusal("takes rows of a layer for those of one example after another", expected, got)
         private = self.private_copy(network)
         layers = self.kronecker_layers(task, private)
         parameters = dict(private.named_parameters())

@@ -24,10 +24,9 @@ from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import Batch
-from laplace_plus.network.calls import FIRST, Call
+from laplace_plus.network.calls import Call
 from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.gradients import Gradients
-from laplace_plus.network.invariant import examined
 from laplace_plus.network.network import Network
 from laplace_plus.structured.layout import MATRIX, Layout
 
@@ -116,13 +115,6 @@ class ForeignBackend(Backend):
         if not torch.allclose(mine, native, rtol=torch.finfo(vectors.dtype).eps ** 0.5, atol=1e-30):
             got = f"vᵀ H v of {mine.tolist()}"
             raise self.refusal("computes another curvature for this network", f"the native {native.tolist()}", got)
-
-    def require_rows(self, task: Task, *, in_order: bool = True) -> None:
-        """Refuse a batch in which some row of a layer is not one example's alone, or not in the examples' order."""
-        rows, moved = examined(task.network, task.capture).rows, task.capture.order is not None
-        if any(row is None for row in rows) or (in_order and (moved or any(row is not FIRST for row in rows))):
-            expected = "examples along the first axis of every layer" + (", in order" if in_order else "")
-            raise self.refusal("takes each row of a layer for one example's", expected, "a network that moves rows")
 
     @abstractmethod
     def compute(self, task: Task) -> Curvature:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from problems import batch_jacobian, relative_error
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import laplace_plus as lp
 from laplace_plus.network.batches import Batch
@@ -17,75 +19,262 @@ EXACT = 1e-10
 
 pytestmark = pytest.mark.filterwarnings("ignore:Which rows belong")
 
-
-def sort(h: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """In the order of the keys."""
-    order = key.argsort(stable=True)
-    return h[order], order.argsort()
+Layer = Callable[[Tensor], Tensor]
+MOVES: dict[str, Callable[[Tensor, Tensor, Layer], Tensor]] = {}
 
 
-def ends_stay(h: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """In the order of the keys, but for the first and the last row."""
-    inner = key[1:-1].argsort(stable=True) + 1
+def move(function):
+    """A way to run a layer on rows ``[B, d]`` that keys ``[B]`` move."""
+    MOVES[function.__name__] = function
+    return function
+
+
+def sorted_by(key: Tensor) -> Tensor:
+    return key.argsort(stable=True)
+
+
+def matrix_of(key: Tensor, like: Tensor) -> Tensor:
+    """The permutation matrix, by comparisons alone."""
+    unique = key * len(key) + torch.arange(len(key))
+    rank = (unique[:, None] > unique).sum(1)
+    return (rank == torch.arange(len(key))[:, None]).to(like)
+
+
+@move
+def stay(h, key, layer):
+    return layer(h)
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+
+@move
+def sort(h, key, layer):
+    order = sorted_by(key)
+    return layer(h[order])[order.argsort()]
+
+
+@move
+def not_put_back(h, key, layer):
+    return layer(h[sorted_by(key)])
+
+
+@move
+def ends_stay(h, key, layer):
+    inner = sorted_by(key[1:-1]) + 1
     order = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), len(h) - 1)])[: len(h)]
-    return h[order], order.argsort()
+    return layer(h[order])[order.argsort()]
 
 
-def merge(h: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """One row for each key: that of the first example with it, as an embedding that is looked up once would be."""
+@move
+def select_by_keywords(h, key, layer):
+    order = sorted_by(key)
+    moved = layer(torch.index_select(input=h, dim=0, index=order))
+    return torch.gather(input=moved, dim=0, index=order.argsort()[:, None].expand_as(moved))
+
+
+@move
+def scatter(h, key, layer):
+    order = torch.topk(key + torch.arange(len(h)) / len(h), len(h)).indices
+    moved = layer(torch.take_along_dim(h, order[:, None], dim=0))
+    return torch.zeros_like(moved).scatter(0, order[:, None].expand_as(moved), moved)
+
+
+@move
+def write(h, key, layer):
+    order = sorted_by(key)
+    moved = layer(h.T[:, order].T)
+    result = torch.zeros_like(moved)
+    result[order] = moved
+    return result
+
+
+@move
+def lists(h, key, layer):
+    order = sorted_by(key)
+    return layer(h[order.tolist()])[order.argsort().tolist()]
+
+
+@move
+def numpy(h, key, layer):
+    order = key.numpy().argsort(kind="stable")
+    return layer(h[order])[order.argsort()]
+
+
+@move
+def loop(h, key, layer):
+    order = sorted(range(len(h)), key=lambda n: (int(key[n]), n))
+    moved = layer(torch.stack([h[n] for n in order]))
+    return torch.stack([moved[order.index(n)] for n in range(len(h))])
+
+
+@move
+def loop_of_questions(h, key, layer):
+    order = [n for n in range(len(h)) if key[n] % 2 == 0] + [n for n in range(len(h)) if key[n] % 2]
+    moved = layer(torch.cat([h[n : n + 1] for n in order]))
+    return torch.cat([moved[order.index(n)][None] for n in range(len(h))])
+
+
+@move
+def one_question(h, key, layer):
+    return layer(h.flip(0)).flip(0) if key[0] > key[-1] else layer(h)
+
+
+@move
+def permutation_matrix(h, key, layer):
+    matrix = F.one_hot(sorted_by(key), len(h)).to(h)
+    return matrix.T @ layer(matrix @ h)
+
+
+@move
+def einsum(h, key, layer):
+    matrix = matrix_of(key, h)
+    return torch.einsum("ij,id->jd", matrix, layer(F.linear(matrix, h.T)))
+
+
+@move
+def product_and_sum(h, key, layer):
+    matrix = matrix_of(key, h)
+    return (matrix.T[:, :, None] * layer((matrix[:, :, None] * h).sum(1))).sum(1)
+
+
+@move
+def masked_flip(h, key, layer):
+    swap = (key > key.flip(0))[:, None]
+    swap = swap | swap.flip(0)
+    moved = layer(torch.where(swap, h.flip(0), h))
+    return torch.where(swap, moved.flip(0), moved)
+
+
+@move
+def masked_pairs(h, key, layer):
+    n = len(h) // 2 * 2
+    a, b, swap = h[0:n:2], h[1:n:2], (key[0:n:2] > key[1:n:2])[:, None]
+    pairs = torch.stack([torch.where(swap, b, a), torch.where(swap, a, b)], 1)
+    return layer(torch.cat([pairs.flatten(0, 1), h[n:]]))
+
+
+@move
+def always_flipped(h, key, layer):
+    return layer(h.flip(0)) + layer(h[list(range(len(h)))[::-1]])
+
+
+# -- rows that are dropped, repeated, merged and mixed -----------------------------------------------------------------
+
+
+@move
+def mask(h, key, layer):
+    chosen = key > 1
+    result = layer(h) / 2
+    return result.index_put((chosen.nonzero()[:, 0],), layer(h[chosen]), accumulate=True) if chosen.any() else result
+
+
+@move
+def masked_select(h, key, layer):
+    chosen = (key > 1)[:, None]
+    moved = layer(torch.cat([h.masked_select(chosen).view(-1, h.shape[1]), h]))
+    moved, rest = moved[: int(chosen.sum())], moved[int(chosen.sum()) :]
+    return rest + torch.zeros_like(rest).masked_scatter(chosen.expand_as(rest), moved)
+
+
+@move
+def split(h, key, layer):
+    even = key % 2 == 0
+    moved = layer(torch.cat([h[even], h[~even]]))
+    result = torch.empty_like(moved)
+    result[even], result[~even] = moved.split([int(even.sum()), int((~even).sum())])
+    return result
+
+
+@move
+def route(h, key, layer):
+    result = 0.1 * layer(h)
+    for expert in range(3):
+        (rows,) = torch.where(condition=key % 3 == expert)
+        if len(rows):
+            result = result.index_add(dim=0, index=rows, source=layer((expert + 1) * h[rows]))
+    return result
+
+
+@move
+def repeat(h, key, layer):
+    times = key % 2 + 1
+    return layer(h.repeat_interleave(times, 0))[times.cumsum(0) - 1]
+
+
+@move
+def merge(h, key, layer):
     kept, place = key.unique(return_inverse=True)
     first = torch.stack([(key == value).nonzero()[0, 0] for value in kept])
-    return h[first], place
+    return layer(h[first])[place]
 
 
-def repeat(h: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as often as its key says."""
-    times = key % 2 + 1
-    return h.repeat_interleave(times, 0), times.cumsum(0) - 1
+@move
+def pool(h, key, layer):
+    return layer(h.new_zeros(6, h.shape[1]).index_add(0, key, h))[key]
 
 
-def stay(h: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    return h, torch.arange(len(h))
+@move
+def cumulate(h, key, layer):
+    moved = layer(h)
+    return moved + ((key > 4).to(moved)[:, None] * moved).cumsum(0)
 
 
-MOVES = {move.__name__: move for move in (stay, sort, ends_stay, merge, repeat)}
+@move
+def subtract_mean(h, key, layer):
+    return layer(h - ((key > 4).to(h)[:, None] * h).mean(0))
+
+
+@move
+def attend(h, key, layer):
+    scores = (h @ h.T).masked_fill(key[:, None] != key, -torch.inf)
+    return layer(scores.softmax(-1) @ h)
+
+
+@move
+def sort_values(h, key, layer):
+    return layer(h.sort(0).values)
+
+
+# -- against dense algebra ---------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Two hidden layers and a head, with moves after each of the first two that are put back at the end."""
+    """Layers of several kinds, each run on moved rows."""
 
-    def __init__(self, moves: tuple[str, str], how: str, *, mixes: bool = False, drops: bool = False):
+    def __init__(self, moves: tuple[str, ...], kinds: tuple[str, ...], seed: int = 0):
         super().__init__()
-        torch.manual_seed(0)
-        self.moves, self.how, self.mixes, self.drops = moves, how, mixes, drops
-        self.a, self.b, self.head, self.extra = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(3, 2)
-        self.norm, self.table, self.gain = nn.LayerNorm(4), nn.Embedding(6, 3), nn.Parameter(torch.ones(4))
+        torch.manual_seed(seed)
+        self.moves, self.kinds, self.table = moves, kinds, nn.Embedding(6, 3)
+        widths = [3, *[4] * (len(moves) - 1), 2]
+        self.inner, self.outer = nn.ModuleList(), nn.ModuleList()
+        for kind, before, after in zip(kinds, widths, widths[1:], strict=False):
+            made = {"conv": nn.Conv1d(1, 1, 3, padding=1), "norm": nn.LayerNorm(before)}
+            self.inner.append(made.get(kind, nn.Linear(before, before)))
+            self.outer.append(nn.Linear(before, after))
         self.double()
 
-    def back(self, h: Tensor, place: Tensor) -> Tensor:
-        if self.how == "index_select":
-            return h.index_select(0, place)
-        return h.gather(0, place[:, None].expand(-1, h.shape[1])) if self.how == "gather" else h[place]
-
     def forward(self, x: Tensor, key: Tensor) -> Tensor:
-        h, first = MOVES[self.moves[0]](x + self.table(key), key)
-        h = self.back(self.norm(torch.tanh(self.a(h))) * self.gain, first)
-        h, second = MOVES[self.moves[1]](h, -key)
-        outputs = self.back(self.head(torch.tanh(self.b(h))), second)
-        if self.mixes:
-            outputs = outputs + 0.1 * h.sum() * outputs
-        if self.drops:
-            chosen = key > 2
-            outputs = outputs.index_put((chosen.nonzero()[:, 0],), self.extra(x[chosen]), accumulate=True)
-        return outputs
+        h = x + self.table(key)
+        for number, name in enumerate(self.moves):
+            h = MOVES[name](h, key if number % 2 == 0 else (5 * key + number) % 6, lambda h: self.layer(number, h))  # noqa: B023
+            h = torch.tanh(h) if number < len(self.moves) - 1 else h
+        return h
+
+    def layer(self, number: int, h: Tensor) -> Tensor:
+        kind, inner = self.kinds[number], self.inner[number]
+        for _ in range({"linear": 0, "tied": 2}.get(kind, 1)):
+            h = torch.tanh(inner(h[:, None])[:, 0] if kind == "conv" else inner(h))
+        return self.outer[number](h)
 
 
-def data(sizes: tuple[int, ...]) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
-    source, found = torch.Generator().manual_seed(3), []
+def data(sizes: tuple[int, ...], seed: int = 3) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
+    """Batches of which the first is in order."""
+    source, found = torch.Generator().manual_seed(seed), []
     for n in sizes:
         x = torch.randn(n, 3, dtype=torch.float64, generator=source)
         key, target = (torch.randint(0, top, (n,), generator=source) for top in (6, 2))
-        found.append(((x, key), target))
+        found.append(((x, key if found else key.sort().values), target))
     return found
 
 
@@ -98,41 +287,60 @@ def wanted(model: nn.Module, batches: list, names: tuple[str, ...]) -> Tensor:
     return total + torch.eye(len(total)).to(total)
 
 
-CASES = [*itertools.product(MOVES, MOVES), *[("sort", "merge")] * 2]
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_curvature_and_covariances(number):
-    how = ("index", "index_select", "gather")[number % 3]
-    model = Net(CASES[number], how, mixes=number % 5 == 4, drops=number % 2 == 1)
-    batches = data((6, 1, 5, 6))
-    posteriors = [cls(model, "classification", prior_precision=1.0) for cls in (lp.Full, lp.Diagonal)]
-    full, diagonal = (posterior.fit(batches) for posterior in posteriors)
-    names = full.parameter_names
-    precision = wanted(model, batches, names)
+def check(model: nn.Module, batches: list, selection: str) -> None:
+    """Curvatures, and covariances of all posteriors' predictions, for all batches."""
+    kinds = lp.Full, lp.Diagonal, lp.KFAC
+    options = {"prior_precision": 1.0, "parameters": selection}
+    full, diagonal, kfac = (cls(model, "classification", **options).fit(batches) for cls in kinds)
+    precision = wanted(model, batches, full.parameter_names)
     assert relative_error(full.precision_matrix(), precision) < EXACT
     assert relative_error(diagonal.precision_matrix().diagonal(), precision.diagonal()) < EXACT
-    inputs = batches[0][0]
-    rows = batch_jacobian(model, model(*inputs), names)
-    covariance = rows @ torch.linalg.inv(precision) @ rows.mT
-    assert relative_error(full.functional_posterior(inputs).covariance, covariance) < EXACT
+    for inputs, _ in batches:
+        rows = batch_jacobian(model, model(*inputs), full.parameter_names)
+        for posterior in full, diagonal, kfac:
+            covariance = rows @ posterior.covariance_matrix() @ rows.mT
+            assert relative_error(posterior.functional_posterior(inputs).covariance, covariance) < EXACT
 
 
+KINDS = ("linear", "tied", "conv", "norm")
+
+
+@pytest.mark.parametrize("number", range(len(MOVES)))
+def test_each_move_of_an_output_layer(number):
+    name = [*MOVES][number]
+    check(Net((name,), (KINDS[number % 2],)), data((5, 5)), ("all", "last_layer")[number // 2 % 2])
+
+
+@pytest.mark.parametrize("number", range(0, len(MOVES), 2))
+def test_moves_of_two_layers(number):
+    names = [*MOVES]
+    moves, kinds = (names[number - 1], names[number]), (KINDS[number // 2 % 4], KINDS[number // 4 % 4])
+    check(Net(moves, kinds), data((4, 4, 3, 1)), ("all", "last_layer")[number // 2 % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_any_moves(seed):
+    draw = random.Random(seed)
+    depth, n = draw.choice([1, 2, 3]), draw.choice([4, 5, 6])
+    model = Net(tuple(draw.choices([*MOVES], k=depth)), tuple(draw.choices(KINDS, k=depth)), seed)
+    batches = data((n, n, draw.choice([1, 2, 3, 7]), n), seed)
+    check(model, batches, draw.choice(["all", "last_layer"]))
+
+
+@pytest.mark.parametrize("name", ["sort", "ends_stay", "route", "mask"])
 @pytest.mark.parametrize("selection", ["all", "last_layer"])
-@pytest.mark.parametrize("move", ["sort", "ends_stay"])
-def test_kronecker_factors_do_not_depend_on_the_order_of_rows(selection, move):
-    """Where each example has its own rows, whatever their order."""
-    batches = data((6, 6, 5))
-    ours, plain = (
-        lp.KFAC(Net(moves, "index"), "classification", parameters=selection).fit(batches)
-        for moves in ((move, move), ("stay", "stay"))
-    )
-    assert relative_error(ours.precision_matrix(), plain.precision_matrix()) < EXACT
+def test_kronecker_factors_are_those_of_each_example_by_itself(selection, name):
+    """Rows count once for each example that they belong to."""
+    model, batches = Net((name, name), ("linear", "linear")), data((4, 4, 3))
+    alone = [((x[n, None], key[n, None]), y[n, None]) for (x, key), y in batches for n in range(len(y))]
+    together, apart = (lp.KFAC(model, "classification", parameters=selection).fit(some) for some in (batches, alone))
+    assert relative_error(together.precision_matrix(), apart.precision_matrix()) < EXACT
 
 
 def test_examples_that_share_rows_are_told_to_be_dear():
-    model, batches = Net(("merge", "stay"), "index"), data((6,))
-    with pytest.warns(UserWarning, match=r"Which rows belong.*'a\.weight'.*6 examples"):
+    model, batches = Net(("merge", "stay"), ("linear", "linear")), data((6,))
+    with pytest.warns(UserWarning, match=r"Which rows belong.*outer.0.weight.*6 examples"):
         lp.KFAC(model, "classification").fit(batches)
 
 
@@ -148,7 +356,7 @@ def test_a_wrong_rule_does_not_reach_the_curvature():
             call.value = 2 * call.value
         return call
 
-    model, batches = Net(("stay", "stay"), "index"), data((6,))
+    model, batches = Net(("stay", "stay"), ("linear", "linear")), data((6,))
     RULES[nn.functional.linear] = wrong
     try:
         posterior = lp.Full(model, "classification", prior_precision=1.0).fit(batches)

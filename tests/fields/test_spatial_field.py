@@ -369,9 +369,13 @@ def test_bad_data():
 
 
 class TestSpatialField(GaussianConformance):
-    """All tests but one: displacements are not among the model's parameters, and may be more than these."""
+    """All tests but two: displacements are not among the model's parameters, and may be more than these.
+
+    A ray's outputs are those of its own points.
+    """
 
     structure = "diagonal"
+    test_examples_may_share_rows = None
 
     def make(self, model, likelihood, **options):
         box = [[-4.0] * 3, [4.0] * 3]

@@ -356,6 +356,27 @@ def test_what_backpack_would_get_wrong_is_found():
     assert "computes another curvature" in text
 
 
+class Merging(nn.Sequential):
+    """Adds rows to others before the last layer, unless all inputs have the same sign."""
+
+    def forward(self, x):
+        first, act, last = self
+        h, is_mixed = act(first(x)), (x > 0).any() & (x < 0).any()
+        return last(torch.where(is_mixed, h + 0.1 * h.flip(0), h))
+
+
+@pytest.mark.filterwarnings("ignore:Which rows belong")
+@pytest.mark.parametrize(("backend", "structure"), [("backpack", "diagonal"), ("curvlinops", "expand")])
+def test_rows_that_only_a_later_batch_shares_are_refused(backend, structure):
+    likelihood, _, targets = likelihood_case("categorical")
+    model, inputs, total = Merging(*mlp()), torch.rand(N, 4), None
+    options = Network(model, "all", likelihood.arrange), likelihood
+    if backend == "curvlinops":  # backpack refuses any function between modules
+        total, _ = Curvlinops().accumulate(total, *options, Batch(inputs, targets), STRUCTURES[structure])
+    with pytest.raises(UnsupportedError, match="native"):
+        BACKENDS[backend]().accumulate(total, *options, Batch(inputs - 0.5, targets), STRUCTURES[structure])
+
+
 def test_backpack_refuses_other_outputs_than_rows():
     model, inputs = mlp(2), torch.randn(N, 4)
     text = refused(BackPack(), model, lp.Bernoulli(), inputs, torch.ones(N, 2), "full")
