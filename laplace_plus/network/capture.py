@@ -251,9 +251,10 @@ class _Recorder(TorchFunctionMode):
         """Follow what depends on the inputs, and whether it may decide which rows go where."""
         known = self.from_inputs
         derived = tensors if known is None else [tensor for tensor in tensors if id(tensor) in known]
-        if not derived:
-            return
         made = tensors_in(args[:1] if output is None else output)
+        if not derived:
+            (known or set()).difference_update(map(id, made))  # of tensors that are gone
+            return
         if func in _UNSEEN:
             self.moves_rows = True
         elif func in _TELLING:

@@ -64,10 +64,11 @@ def examined(network: Network, capture: Capture) -> Examined:
         for size in call.output_shape[:2] if n > 1 else ():
             kind += [size % n == 0, size == n]
     key = tuple(kind)
-    found = None if capture.moves_rows else network.examined.get(key)
+    is_alike = n == 1 or not capture.moves_rows
+    found = network.examined.get(key) if is_alike else None
     if found is None:
         found, is_certain = _examine(network, capture)
-        if is_certain and not capture.moves_rows:
+        if is_certain and is_alike:
             network.examined[key] = found
     capture.last_used = None
     for name in capture.uses:
