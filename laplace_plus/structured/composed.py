@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,14 +135,16 @@ class MappedGradients(DerivedGradients):
     """Gradients whose matrices pass through a linear map as they are written out.
 
     Attributes:
-        matrix: ``[G, n, n]``, applied to flattened ``[o·i]`` matrices from the right.
+        matrix: ``[G, n, n]``, applied to flattened ``[o·i]`` matrices from the right; what multiplies like a tensor.
     """
 
-    matrix: Tensor
+    matrix: Any
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        if isinstance(self.source, OutputLayerGradients):  # which need not be written out
+        if isinstance(self.source, OutputLayerGradients) and isinstance(
+            self.matrix, Tensor
+        ):  # which need not be written out
             return self.source.times(self.matrix[0].to(self.dtype), examples).unflatten(-1, self.shape)
         values = self.source.dense(examples).flatten(3)
         return times(values, self.matrix).unflatten(-1, self.shape[1:])

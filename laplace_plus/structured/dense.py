@@ -1,14 +1,16 @@
 """Dense matrices as blocks.
 
-Of large ones eigenvectors are avoided: two Cholesky decompositions and a triangular inverse take a third of the time of
-eigenvectors, but hold for one diagonal only; eigenvalues alone serve all determinants.
+What does not depend on hyperparameters is computed once: of few rows the eigenvectors, of large matrices their
+eigenvalues alone, which serve all determinants. There a factor is a Cholesky decomposition ``H + δ/w = L Lᵀ``, in
+a twentieth of the time of eigenvectors; it holds for one ratio of δ and w, at any scale of both. With a diagonal of
+several levels each determinant is a Cholesky decomposition, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.composed import MappedGradients
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients
-from laplace_plus.structured.gram_sum import GramSum, combine
+from laplace_plus.structured.gram_sum import THIN, GramSum, by_squares, combine
 from laplace_plus.structured.log_determinants import require_positive
 
 ROUNDING = 64.0
@@ -28,7 +30,7 @@ ROUNDING = 64.0
 LARGE = 1024
 """Smaller matrices are diagonalised at once, in less than a second."""
 
-_SHARE = 1e-3
+_SHARE = 1e-2
 """Fraction of the diagonal that rounding may take away before eigenvalues have to be clamped."""
 
 _WRITTEN = 256 * MIB
@@ -37,9 +39,14 @@ _WRITTEN = 256 * MIB
 
 @dataclass(frozen=True)
 class DenseBasis(Basis):
-    """Any invertible matrices R, ``vectors [G, n, n]`` with n = o·i."""
+    """Any invertible matrices R, ``[G, n, n]`` with n = o·i.
 
-    vectors: Tensor
+    Attributes:
+        vectors: R, a tensor or what multiplies like one: :class:`~laplace_plus.structured.gram_sum.Reflections`, or
+            :class:`InverseRoot`.
+    """
+
+    vectors: Any
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
@@ -55,7 +62,58 @@ class DenseBasis(Basis):
 
     @override
     def diagonal(self, variances: Tensor) -> Tensor:
-        return (self.vectors.square() @ variances.flatten(1)[..., None]).view_as(variances)
+        return by_squares(self.vectors, variances.flatten(1)[..., None]).view_as(variances)
+
+
+@dataclass(frozen=True)
+class InverseRoot:
+    """``L⁻ᵀ`` of lower triangular matrices ``lower [G, n, n]``, never written out: a product is a triangular solve."""
+
+    lower: Tensor
+
+    def __len__(self) -> int:
+        return len(self.lower)
+
+    def __getitem__(self, group: int) -> InverseRoot:
+        return InverseRoot(self.lower[group])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of products."""
+        return self.lower.dtype
+
+    def to(self, dtype: torch.dtype) -> InverseRoot:
+        """The matrices in another type."""
+        return InverseRoot(self.lower.to(dtype))
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.lower.mT, other, upper=True)
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        rows = other if self.lower.ndim > 2 else other.reshape(-1, other.shape[-1])  # one solve for all of them
+        return torch.linalg.solve_triangular(self.lower, rows.mT, upper=False).mT.reshape(other.shape)
+
+    def squares(self, values: Tensor) -> Tensor:
+        """``Σ_j R_ij² v_j`` for ``v [G, n, 1]``, some i at a time."""
+        units = torch.eye(self.lower.shape[-1], dtype=self.dtype, device=self.lower.device)
+        parts = [(rows @ self).square() @ values for rows in units.split(LARGE)]
+        return torch.cat(parts, -2)
+
+
+@dataclass(frozen=True)
+class _Root:
+    """``Σ_k w_k H_k + D = L Lᵀ`` for weights ``[K]``, of which the first is one, and D, 0-d or ``[G, o, i]``."""
+
+    weights: Tensor
+    diagonal: Tensor
+    basis: DenseBasis
+    log_determinant: Tensor
+
+    def holds(self, weights: Tensor, diagonal: Tensor) -> bool:
+        """Whether it is that of these, but for their rounding."""
+        pairs = (self.weights, weights), (self.diagonal, diagonal)
+        rtol = 8 * torch.finfo(weights.dtype).eps
+        return all(a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=0) for a, b in pairs)
 
 
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -95,8 +153,10 @@ class DenseBlock(EigenBlock):
     def _forget(self) -> None:
         """Forget what followed from the sums, after something was added to them."""
         self._spectrum = None
+        self._values: list[Tensor] | None = None  # eigenvalues of each component
         self._semi_definite: Tensor | None = None
         self._form: tuple[Tensor, Basis, Tensor] | None = None  # weights, and what eigen gives at a weight of one
+        self._root: _Root | None = None
 
     @override
     def add(self, gradients: ExampleGradients, components: Tensor) -> None:
@@ -117,7 +177,7 @@ class DenseBlock(EigenBlock):
         one, at = self.n_components == 1, weights.detach()
         if self._form is None or not (one or torch.equal(self._form[0], at)):
             pairs = (self.sums[0] if one else combine(self.sums, at)).eigen()
-            self._form = at, DenseBasis(pairs.vectors), clamp_rounding(pairs.values).view(self.shape)
+            self._form = at, DenseBasis(pairs.factored), clamp_rounding(pairs.values).view(self.shape)
         _, basis, own = self._form
         return basis, own.to(weights.dtype) * (weights[0] if one else 1)
 
@@ -127,57 +187,76 @@ class DenseBlock(EigenBlock):
 
     quadratic = Block.quadratic
 
+    @property
+    def _is_thin(self) -> bool:
+        """Whether all components together have few rows."""
+        n = self.shape[1] * self.shape[2]
+        return all(own.is_thin for own in self.sums) and sum(own.n_rows for own in self.sums) <= THIN * n
+
     def _avoids_vectors(self) -> bool:
         """Whether eigenvectors would take much longer than what can be had without them."""
-        thin = self.n_components == 1 and self.sums[0].is_thin
-        return self.shape[1] * self.shape[2] >= LARGE and not thin and self._form is None
+        return self.shape[1] * self.shape[2] >= LARGE and not self._is_thin and self._form is None
+
+    def _eigenvalues(self) -> list[Tensor]:
+        """Those of each component, ``[G, n]``."""
+        if self._values is None:
+            self._values = [own.eigenvalues() for own in self.sums]
+        return self._values
+
+    def _is_definite(self, weights: Tensor, diagonal: Tensor) -> bool:
+        """Whether the sum is positive definite though rounding made eigenvalues of H negative."""
+        if self._is_thin:
+            return True
+        lowest = torch.stack([own.double().amin().clamp(max=0) for own in self._eigenvalues()])
+        return bool(weights.double() @ lowest >= -_SHARE * diagonal.double().amin())
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        lower = self._root_of_sum(weights, diagonal) if self._avoids_vectors() else None
-        if lower is None and diagonal.ndim:
-            lower = self._root(weights, diagonal)
-        if lower is None:
+        if not diagonal.ndim and not (self._avoids_vectors() and self._is_definite(weights, diagonal)):
             return super().factor(weights, diagonal)
-        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
-        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-        ones = torch.ones(self.shape, dtype=weights.dtype, device=lower.device)
-        return EigenFactor(DenseBasis(inverse.mT.to(weights.dtype).contiguous()), ones, _log_determinant(lower))
+        scale = weights[0]
+        at, level = weights / scale, diagonal / scale
+        root, differentiable = self._root, at.requires_grad or level.requires_grad
+        if root is None or differentiable or not root.holds(at, level):
+            lower = torch.linalg.cholesky(self._sum(at, level))
+            determinant = 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
+            root = _Root(at, level, DenseBasis(InverseRoot(lower.to(weights.dtype))), determinant)
+            self._root = None if differentiable else root
+        return EigenFactor(root.basis, scale.expand(self.shape), root.log_determinant)
 
-    def _root_of_sum(self, weights: Tensor, diagonal: Tensor) -> Tensor | None:
-        """L with ``H + D = L Lᵀ`` in float64; None unless ``H + D/1000`` is positive definite, too."""
-        wide = self.dense(weights).to(torch.float64, copy=True)
-        entries = wide.diagonal(dim1=-2, dim2=-1)
-        level = diagonal.double().flatten(1) if diagonal.ndim else diagonal.double()
-        entries += _SHARE * level
-        if torch.linalg.cholesky_ex(wide).info.any():
-            return None
-        entries += (1 - _SHARE) * level
-        return torch.linalg.cholesky(wide)
-
-    def _root(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        """L with ``H + D = L Lᵀ`` in float64, whose H has no negative eigenvalues by rounding; differentiable."""
-        if self._semi_definite is None:
+    def _sum(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        """``H(w) + D`` in float64, whose H has no negative eigenvalues by rounding; differentiable."""
+        is_definite = self._is_definite(weights, diagonal)
+        if not is_definite and self._semi_definite is None:
             values, vectors = symmetric_eigen(self.matrix.double())
             self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
-        full = torch.einsum("k,kgnm->gnm", weights.double(), self._semi_definite)
-        full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
-        lower, failed = torch.linalg.cholesky_ex(full)
-        if failed.any():
+        each = (own.wide() for own in self.sums) if is_definite else self._semi_definite
+        full = sum(weight * own for weight, own in zip(weights.double(), each, strict=True))
+        full.diagonal(dim1=-2, dim2=-1).add_(diagonal.double().expand(self.shape).flatten(1))
+        if not is_definite and torch.linalg.cholesky_ex(full).info.any():
             require_positive(torch.linalg.eigvalsh(full.detach()))
-        return lower
+        return full
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return super().log_determinant(weights, diagonal)
-        return _log_determinant(self._root(weights, diagonal))
+        if not self._is_thin:
+            return _LogDeterminant.apply(self._sum(weights, diagonal))
+        # Of few rows X, det(D + Xᵀ X) = det D · det(I + X D⁻¹ Xᵀ).
+        each = diagonal.double().expand(self.shape).flatten(1)  # [G, n]
+        scaled = [
+            own.all_rows().double() * weight.sqrt() for own, weight in zip(self.sums, weights.double(), strict=True)
+        ]
+        rows = torch.cat(scaled, 1) * each.rsqrt()[:, None]
+        inner = rows @ rows.mT + torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        return each.log().sum() + _LogDeterminant.apply(inner)
 
     @override
     def _sides(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        if self.shape[1] * self.shape[2] < LARGE or self.n_components > 1 or self._form is not None:
+        if not self._avoids_vectors():
             return super()._sides(weights)
-        values = clamp_rounding(self.sums[0].eigenvalues()).flatten()[None]
+        values = clamp_rounding(self._eigenvalues()[0]).flatten()[None]
         return values, torch.ones_like(values[:, :1])
 
     @override
@@ -195,6 +274,19 @@ class DenseBlock(EigenBlock):
         return {f"matrix.{n}": own.matrix() for n, own in enumerate(self.sums)}
 
 
-def _log_determinant(lower: Tensor) -> Tensor:
-    """``Σ log det L Lᵀ`` of triangular matrices, 0-d float64."""
-    return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
+class _LogDeterminant(torch.autograd.Function):
+    """``Σ log det M`` of positive definite ``[G, n, n]`` in float64, whose derivative is M⁻¹.
+
+    That of a Cholesky decomposition takes three times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        lower = torch.linalg.cholesky(matrix)
+        ctx.save_for_backward(matrix, lower)
+        return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        matrix, lower = ctx.saved_tensors
+        return gradient * (torch.linalg.inv(matrix) if torch.is_grad_enabled() else torch.cholesky_inverse(lower))

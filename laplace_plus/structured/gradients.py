@@ -180,7 +180,7 @@ class DenseGradients(ExampleGradients):
         return DenseGradients(self.values.to(dtype))
 
 
-def times(rows: Tensor, matrices: Tensor) -> Tensor:
+def times(rows: Tensor, matrices: Any) -> Tensor:
     """``x_g U_g`` for rows ``[..., G or 1, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
     matrices = matrices if matrices.dtype == rows.dtype else matrices.to(rows.dtype)
     if rows.shape[-2] == len(matrices) == 1:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus.kernels import require_finite, symmetric_eigen
 
-_THIN = 0.75
+THIN = 0.75
 """Rows for each column up to which the Gram matrix of the rows is decomposed. With more, completing its eigenvectors
 takes as long as the eigenvectors of the sum."""
 
@@ -45,6 +45,11 @@ class EigenPairs:
     def vectors(self) -> Any:
         """The eigenvectors."""
         return self._vectors if self._leading is None else _completed(self._leading)
+
+    @cached_property
+    def factored(self) -> Any:
+        """The eigenvectors as :class:`Reflections`, where only leading ones were given: they take less time, once."""
+        return self._vectors if self._leading is None else Reflections.completing(self._leading)
 
 
 class GramSum:
@@ -82,7 +87,7 @@ class GramSum:
     @property
     def is_thin(self) -> bool:
         """Whether there are so few rows that decomposing their Gram matrix is faster."""
-        return self._total is None and self.n_rows <= _THIN * self.size
+        return self._total is None and self.n_rows <= THIN * self.size
 
     def add_rows(self, rows: Tensor) -> None:
         """Add ``Σ x xᵀ`` over rows ``[G, n, d]``, which are copied where they are kept."""
@@ -108,6 +113,14 @@ class GramSum:
         """The sum as symmetric matrices ``[G, d, d]``; from now on it is kept as such."""
         rows, self._rows = self.all_rows(), []
         return kernels.symmetrize_(kernels.symmetric_update(self.lower(), rows))
+
+    def wide(self) -> Tensor:
+        """The sum as symmetric matrices ``[G, d, d]`` in float64 and memory of their own; rows stay rows."""
+        if self._total is not None:
+            return self.matrix().to(torch.float64, copy=True)
+        rows = self.all_rows().double()
+        total = rows.new_zeros(self.groups, self.size, self.size)
+        return kernels.symmetrize_(kernels.symmetric_update(total, rows))
 
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where there are only rows, no eigenvalue is negative."""
@@ -273,6 +286,13 @@ class Reflections:
         size, rank = self.sides[0].shape[-2:]
         leading = self @ torch.eye(size, rank, dtype=self.dtype, device=values.device)
         return values[:, -1:] + leading.square() @ (values[:, :rank] - values[:, -1:])
+
+
+def by_squares(side: Any, values: Tensor) -> Tensor:
+    """``Σ_j R_ij² v_j`` for ``v [G, d, n]`` and R, a tensor or what has a method for it, or None for the identity."""
+    if side is None:
+        return values
+    return side.square() @ values if isinstance(side, Tensor) else side.squares(values)
 
 
 class LimitedSum(GramSum):

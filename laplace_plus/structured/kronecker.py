@@ -15,7 +15,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import ExampleGradients
-from laplace_plus.structured.gram_sum import DiagonalSum, EigenPairs, GramSum, LimitedSum, Reflections, combine
+from laplace_plus.structured.gram_sum import DiagonalSum, EigenPairs, GramSum, LimitedSum, by_squares, combine
 from laplace_plus.structured.log_determinants import log_determinant
 
 
@@ -43,7 +43,7 @@ class KroneckerBasis(Basis):
 
     @override
     def diagonal(self, variances: Tensor) -> Tensor:
-        return _by_squares(self.right, _by_squares(self.left, variances).mT).mT
+        return by_squares(self.right, by_squares(self.left, variances).mT).mT
 
 
 @dataclass
@@ -58,13 +58,6 @@ class DiagonalForm:
     def basis(self) -> KroneckerBasis:
         """The eigenvectors of both sides, found when they are first needed."""
         return KroneckerBasis(self.left.vectors, self.right.vectors)
-
-
-def _by_squares(side: Any, values: Tensor) -> Tensor:
-    """``Σ_j L_ij² v_j`` for ``v [G, d, n]``."""
-    if isinstance(side, Reflections):
-        return side.squares(values)
-    return values if side is None else side.square() @ values
 
 
 @register_block

@@ -100,6 +100,11 @@ class LaplaceModel:
             result[key] = int(low) if low == high else layers.to(self.vector.device)
         return result
 
+    @property
+    def mixes_layers(self) -> bool:
+        """Whether a block holds entries of several layers."""
+        return any(isinstance(layer, Tensor) for layer in self._layers.values())
+
     def diagonals(self, precision: Tensor) -> dict[str, Tensor]:
         """By layout key the prior precision of a block, 0-d or ``[G, o, i]``, float64."""
         precision = precision.to(self.vector.device, torch.float64)

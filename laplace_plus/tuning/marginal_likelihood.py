@@ -158,8 +158,9 @@ class Objective:
 
     def start(self) -> Tensor:
         """The best point of a coarse grid: far away from the optimum the evidence is flat."""
-        # One precision for all: the evidence is that of a scalar prior, which costs less.
-        costly = self.structure == "diagonal" or self.model.sampled is not None
+        # One precision for all, as of a scalar prior, costs less where a block has several.
+        mixed = self.structure == "layerwise" and self.scaling is None and self.model.mixes_layers
+        costly = self.structure == "diagonal" or mixed or self.model.sampled is not None
         quick = replace(self, structure="scalar") if costly else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
         levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
