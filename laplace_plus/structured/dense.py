@@ -90,7 +90,9 @@ class InverseRoot:
         return torch.linalg.solve_triangular(self.lower.mT, other, upper=True)
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
-        rows = other if self.lower.ndim > 2 else other.reshape(-1, other.shape[-1])  # one solve for all of them
+        if self.lower.ndim > 2:  # noqa: PLR2004
+            return torch.linalg.solve_triangular(self.lower, other.mT, upper=False).mT.contiguous()
+        rows = other.reshape(-1, other.shape[-1])  # one solve for all of them
         return torch.linalg.solve_triangular(self.lower, rows.mT, upper=False).mT.reshape(other.shape)
 
     def squares(self, values: Tensor) -> Tensor:
@@ -231,7 +233,7 @@ class DenseBlock(EigenBlock):
             values, vectors = symmetric_eigen(self.matrix.double())
             self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
         each = (own.wide() for own in self.sums) if is_definite else self._semi_definite
-        full = sum(weight * own for weight, own in zip(weights.double(), each, strict=True))
+        full: Any = sum(weight * own for weight, own in zip(weights.double(), each, strict=True))
         full.diagonal(dim1=-2, dim2=-1).add_(diagonal.double().expand(self.shape).flatten(1))
         if not is_definite and torch.linalg.cholesky_ex(full).info.any():
             require_positive(torch.linalg.eigvalsh(full.detach()))
