@@ -232,7 +232,7 @@ class DenseBlock(EigenBlock):
         if not is_definite and self._semi_definite is None:
             values, vectors = symmetric_eigen(self.matrix.double())
             self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
-        each = (own.wide() for own in self.sums) if is_definite else self._semi_definite
+        each: Any = (own.wide() for own in self.sums) if is_definite else self._semi_definite
         full: Any = sum(weight * own for weight, own in zip(weights.double(), each, strict=True))
         full.diagonal(dim1=-2, dim2=-1).add_(diagonal.double().expand(self.shape).flatten(1))
         if not is_definite and torch.linalg.cholesky_ex(full).info.any():
