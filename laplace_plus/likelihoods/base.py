@@ -393,7 +393,8 @@ class Likelihood(ABC):
     def config(self) -> dict[str, Any]:
         """A JSON-able description that ``likelihood_from_config`` reads: ``{"name": …, option: value, …}``."""
         if self.config_name and is_dataclass(self):
-            return {"name": self.config_name, **asdict(self), "output_axis": int(self.output_axis)}
+            options = {name: int(own) if isinstance(own, UnnamedAxis) else own for name, own in asdict(self).items()}
+            return {"name": self.config_name, **options}
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
 
