@@ -86,14 +86,17 @@ def trained(net: nn.Sequential, x: Tensor, y: Tensor, decay: float, epochs: int)
     return net.eval()
 
 
-def dense(posterior: lp.Diagonal, x: Tensor, y: Tensor) -> float:
-    """The least leave-one-out error of the tangent over ridges a factor two apart; one noise level for all outputs."""
+def dense(net: nn.Sequential, posterior: lp.Diagonal, x: Tensor, y: Tensor) -> float:
+    """The tangent's least leave-one-out error over ridges a factor two apart; one noise level."""
     network, (n, size) = posterior.network, y.shape
     pairs = [batch_jacobian(network, part) for part in x.split(250)]
     jacobian = torch.cat([pair[1] for pair in pairs]).double()
     outputs = torch.cat([pair[0] for pair in pairs]).double()
     targets = (y.double() - outputs).flatten() + jacobian @ network.vector().double()
     wide = len(jacobian) <= jacobian.shape[1]
+    layers = [sum(one.numel() for one in layer.parameters()) for layer in net if len(list(layer.parameters()))]
+    for layer in jacobian.split(layers, 1):
+        layer /= layer.square().sum(1).mean().sqrt()
     gram = jacobian @ jacobian.T if wide else jacobian.T @ jacobian
 
     def error(ridge: float) -> float:
@@ -140,7 +143,7 @@ def main() -> None:
         found = noise_from_residuals(posterior)
         seconds = time.process_time() - start
         small = min(n * y.shape[1], weights) <= LARGEST
-        exact = f"{dense(posterior, x[:n], y[:n]):.4f}" if small else ""
+        exact = f"{dense(net, posterior, x[:n], y[:n]):.4f}" if small else ""
         with torch.no_grad():
             new = float((net(x[n:]) - y[n:]).square().mean().sqrt())
         row = f"{name} | {weights} | {float(found.residual_std):.4f} | {new:.4f} | {float(found.noise_std):.4f}"

@@ -5,15 +5,17 @@ weights. Blocks of the curvature (KFAC, Diagonal) count more of them than there 
 interpolates leaves neither residuals nor R − γ.
 
 Leave-one-out residuals need no γ. The network's tangent ``f + J (θ − θ̃)`` is a linear model of ``y' = y − f + J θ̃``.
-Its weights are taken from the span of the gradients ``J_S`` of m numbers S among the outputs, drawn at random. With
-``L Lᵀ = J_S J_Sᵀ`` its features are ``Φ = J J_Sᵀ L⁻ᵀ`` (Nyström, 1930; Williams and Seeger, 2001). With the ridge λ and
-``M = I − Φ (Φᵀ Φ + λ)⁻¹ Φᵀ`` its residuals are ``q = M y'``. Refits without the outputs b of one row have exactly
-``M_bb⁻¹ q_b`` (Allen, 1974). These have a limit where a model interpolates. The ridge is the one that makes them
+Its weights are penalised by ``λ θᵀ D θ``, where D is for each layer the mean square norm of its gradients: so the scale
+of weights does not matter that later ones undo. By the plain norm errors were further off, up to 42 % too low. Weights
+are taken from the span of the gradients ``D⁻¹ J_Sᵀ`` of m numbers S among the outputs, drawn at random. With
+``L Lᵀ = J_S D⁻¹ J_Sᵀ`` the features are ``Φ = J D⁻¹ J_Sᵀ L⁻ᵀ`` (Williams and Seeger, 2001). With
+``M = I − Φ (Φᵀ Φ + λ)⁻¹ Φᵀ`` residuals are ``q = M y'``. Refits without the outputs b of one row have exactly
+``M_bb⁻¹ q_b`` (Allen, 1974). These have a limit where a model interpolates. The ridge λ is the one that makes them
 smallest. What they measure is the error on new data, ``σ²`` and what the data leave open together.
 
-With m ≥ min(R, P) that is the tangent itself. Else m is doubled until the error changes by less than 1 %, so that no
-sizes are too large. The network's features were trained on the rows that are left out: where it has memorised a part of
-their noise, as wide ReLU networks without weight decay do, errors on new data are larger.
+With m ≥ min(R, P) that is the whole tangent. Else m is doubled until the error changes by less than 1 %, so that no
+size is too large. The features are those of the network, which it learned from the rows that are left out, too. So far
+as it has memorised their noise, errors on new data are larger.
 """
 
 from __future__ import annotations
@@ -158,6 +160,7 @@ def _left_out(
             seen += count
         places, outputs = torch.cat(columns, 1)
         span = OutputGradients.join(gradients).at(places.argsort())  # the first of them are a sample, too
+        scaled = span.by_block()
         each = scale[outputs[places.argsort()].to(scale.device)]
         for batch in iterate(data, device=network.device, progress=False):
             flat, target, weight = likelihood.rows(network.forward(batch.inputs).double(), batch.target)
@@ -167,10 +170,10 @@ def _left_out(
                 own, line = output_gradients(whole, batch.inputs, drawn)
                 share = (weight[:, None] * likelihood.observed(target))[kept.to(flat.device)]
                 linear = line.view(share.shape) - likelihood.gradient(flat, target)[kept.to(flat.device)]
-                kernel = (own.kernel(span) / each).view(*share.shape, -1) / scale[:, None]
+                kernel = (own.kernel(scaled) / each).view(*share.shape, -1) / scale[:, None]
                 rows.append((kernel, linear / scale, share))
     kernel, linear, share = (torch.cat(column) for column in zip(*rows, strict=True))
-    inner = span.kernel(span) / each / each[:, None]
+    inner = span.kernel(scaled) / each / each[:, None]
     before: Tensor | None = None
     for count in _GRADIENTS:
         part = inner[:count, :count].clone()

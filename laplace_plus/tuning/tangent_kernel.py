@@ -51,6 +51,16 @@ class OutputGradients:
         blocks = {key: [side[positions.to(side.device)] for side in sides] for key, sides in self.blocks.items()}
         return OutputGradients(blocks, len(positions))
 
+    def by_block(self) -> OutputGradients:
+        """Each block's gradients by their mean square norm."""
+        blocks = {}
+        for key, (first, *rest) in self.blocks.items():
+            squares = first.square().sum(1)
+            for side in rest:
+                squares = squares * side.square().sum(1)
+            blocks[key] = [first / squares.mean().clamp_min(torch.finfo(first.dtype).tiny), *rest]
+        return OutputGradients(blocks, self.count)
+
     def kernel(self, others: OutputGradients) -> Tensor:
         """Inner products with other gradients, ``[p, p']`` float64."""
         device = next((side.device for sides in self.blocks.values() for side in sides), torch.device("cpu"))

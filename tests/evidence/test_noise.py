@@ -115,6 +115,19 @@ def test_few_gradients_and_few_rows_give_the_error_of_all(monkeypatch, outputs):
             torch.testing.assert_close(noise_from_residuals(posterior).noise_std, dense.noise_std, rtol=0.15, atol=0)
 
 
+def test_scales_of_layers_that_others_undo_do_not_matter():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1)).double(), normal(30, 3)
+    y = net(x).detach() + 0.3 * normal(30, 1, seed=1)
+    net[2].bias.requires_grad_(False)  # which would be in one block with weights of another scale
+    before = noise_from_residuals(lp.Diagonal(net, "regression").fit([(x, y)]))
+    with torch.no_grad():
+        net[0].weight.mul_(10), net[0].bias.mul_(10), net[2].weight.div_(10)
+    after = noise_from_residuals(lp.Diagonal(net, "regression").fit([(x, y)]))
+    torch.testing.assert_close(after.noise_std, before.noise_std)
+    assert before.residual_std < before.noise_std < before.target_std
+
+
 def test_interpolation_is_named():
     net, x, y = linear(8, 20)
     with torch.no_grad():

@@ -60,6 +60,17 @@ def test_the_kernel_is_that_of_the_jacobian(name):
     assert not parts.kernel(some)[0].any()
 
 
+def test_blocks_by_their_mean_square_norm():
+    net, inputs = networks()["grouped convolution"]
+    posterior = lp.Diagonal(net.double(), "regression").fit([(inputs, torch.zeros(7, 2).double())])
+    network = posterior.network.selecting(trained)
+    jacobian = batch_jacobian(network, inputs)[1]
+    every = output_gradients(network, inputs, torch.arange(14))[0]
+    layers = jacobian.split([sum(p.numel() for p in net[k].parameters()) for k in (0, 2, 4)], 1)
+    wanted = sum(own @ own.T / own.square().sum(1).mean() for own in layers)
+    torch.testing.assert_close(every.kernel(every.by_block()), wanted)
+
+
 @pytest.mark.parametrize("name", ["grouped convolution", "words"])
 def test_large_blocks_are_mixed_and_keep_the_kernel_in_expectation(monkeypatch, name):
     net, inputs = networks()[name]
