@@ -37,8 +37,9 @@ from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.laplace import FittedData
 from laplace_plus.tuning.tangent_kernel import OutputGradients, output_gradients
 
-INTERPOLATED = 0.01
-"""Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
+INTERPOLATED, _NEARLY = 0.01, 0.2
+"""Ratios of training residuals to the targets' deviation, and to left-out errors, below which they say nothing of the
+noise."""
 
 _GRADIENTS, _CLOSE = (500, 1000, 2000), 0.01
 """Numbers m whose gradients span the tangent's weights, and the change of the error below which more are not tried."""
@@ -63,7 +64,8 @@ class NoiseEstimate:
         noise_std: Between the deviation of the training residuals and that of the targets.
         residual_std: Root mean square of the training residuals.
         target_std: Standard deviation of the training targets.
-        problem: What is wrong, in a sentence; empty if nothing is.
+        problem: What is wrong, in a sentence; empty if nothing is. Where a network interpolates, or nearly so, errors
+            on new data were up to three times ``noise_std``.
     """
 
     noise_std: Tensor
@@ -130,6 +132,9 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     if bool((residual < INTERPOLATED * spread).any()):
         ratio = float((residual / spread).min())
         problem = f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
+    elif bool((residual < _NEARLY * error).any()):
+        ratio = float((residual / error).min())
+        problem = f"The network nearly interpolates: its training residuals are {ratio:.2g} of left-out errors."
     elif bool((error > spread).any()):
         problem = "The network predicts left-out targets no better than their mean does."
     tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread

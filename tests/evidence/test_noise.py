@@ -44,7 +44,7 @@ def test_ridge_regression_left_out_exactly(n, size, outputs):
     found = minimize_scalar(
         lambda level: float(refitted(x, y, 10**level).square().mean()), bounds=(-8, 4), method="bounded"
     )
-    assert estimate.problem == ""
+    assert n < size or estimate.problem == ""
     assert found.fun <= float(estimate.noise_std.square()) * (1 + 1e-6) <= 1.05 * found.fun  # two ridges a decade
     torch.testing.assert_close(estimate.residual_std, (net(x) - y).detach().square().mean().sqrt())
     torch.testing.assert_close(estimate.target_std, y.var(0).mean().sqrt())
@@ -138,6 +138,11 @@ def test_interpolation_is_named():
     assert estimate.residual_std < 1e-6 < 0.1 < estimate.noise_std <= estimate.target_std
     with pytest.warns(ConvergenceWarning):
         posterior.fit_prior_precision("marginal_likelihood")
+    with torch.no_grad():
+        net.weight.copy_((x.T @ torch.linalg.solve(x @ x.T + 0.5 * torch.eye(8), y)).T)
+    estimate = noise_from_residuals(lp.Full(net, "regression", parameters="all").fit([(x, y)]))
+    assert "nearly interpolates" in estimate.problem
+    assert estimate.residual_std > noise.INTERPOLATED * estimate.target_std
 
 
 def test_a_network_that_learned_nothing_is_named():
