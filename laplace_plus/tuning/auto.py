@@ -4,13 +4,13 @@ The evidence of a network that fits its data well, or whose curvature is cut int
 helps predictions. The default therefore scales the covariance, on training data alone:
 
 1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
-2. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, each of two views of
+2. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁴, each of two views of
    :mod:`laplace_plus.tuning.new_data` has one of least loss: one between neighbouring data, under the labels that new
    data would have there, and one at the data, under their own labels, with outputs that are told by other data.
 3. The first, which sees labels that were learnt by heart, counts twice in the mean of their logarithms. The second
-   holds it back where neighbours tell less than the network knows. A scale below 10⁻⁴ counts as that. Where both find
-   the network's own probabilities best, the link ``"network"`` leaves these, and the posterior at scale 1 still says
-   how unsure they are. A scale leaves the order of inputs by their uncertainty.
+   holds it back where neighbours tell less than the network knows, which counts as the last scale. Where both find the
+   network's own probabilities best, the link ``"network"`` leaves these, and the posterior at scale 1 still says how
+   unsure they are. A scale leaves the order of inputs by their uncertainty.
 
 In regression residuals grow to what :func:`~laplace_plus.tuning.noise_from_residuals` finds for new data. The noise
 then has the closed form of :class:`~laplace_plus.LeaveOneOut`, which neither vanishes with residuals nor runs away. The
@@ -43,12 +43,9 @@ from laplace_plus.tuning.new_data import Rows, evenly
 from laplace_plus.tuning.noise import noise_from_residuals
 from laplace_plus.tuning.validation import Validation
 
-SCALES = tuple(10 ** (-k / 4) for k in range(-4, 25))
+SCALES = tuple(10 ** (-k / 4) for k in range(-4, 17))
 """Factors on the covariance; at the last one the variance of outputs is all but gone. Those above one are for a part
 of the weights, which lacks the variance of the others."""
-
-NARROWEST = 1e-4
-"""What a narrower scale, or the network itself, counts as in the mean of two views."""
 
 BETWEEN = 2.0
 """Weight of the view between data to that at the data: the least whose scale had a loss within .05 nats of the best one
@@ -301,7 +298,7 @@ def _together(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> i
     places = [int(losses.argmin()) for _, losses in found]
     if len(set(places)) < 2:  # noqa: PLR2004
         return next(iter(places), len(scales))
-    logs = [math.log(max((*scales, 0.0)[place], NARROWEST)) for place in places]
+    logs = [math.log(scales[min(place, len(scales) - 1)]) for place in places]
     mean = sum(weight * log for (weight, _), log in zip(found, logs, strict=True)) / sum(weight for weight, _ in found)
     return min(range(len(scales)), key=lambda place: abs(math.log(scales[place]) - mean))
 

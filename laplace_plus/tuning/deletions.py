@@ -31,7 +31,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.curvature import FullStructure, Layout, Native
 from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods import Gaussian, Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import Batch, batch_size, can_be_cut, cut, iterate
 from laplace_plus.network.network import Network
@@ -288,7 +288,7 @@ def exact_covariances(
 
 
 class Losses(NamedTuple):
-    """Of precisions and scales mean losses ``[G · S]``, and noise factors or else a classifier's mean confidences."""
+    """Of precisions and scales mean losses ``[G · S]``, and noise factors, which are 1 where noise is not tuned."""
 
     losses: Tensor
     factors: Tensor
@@ -316,9 +316,11 @@ def left_out_losses(
     valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
     n_entries, n_observations, largest = 0.0, 0.0, []
     for batch in deletions.batches([(base * level, None) for level in levels], progress=progress):
-        counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
-        n_observations += counted
-        n_entries += counted * batch.outputs.shape[-1]
+        _, targets, weight = likelihood.rows(batch.outputs, batch.targets)
+        n_observations += float(weight.sum())
+        if noisy:
+            assert isinstance(likelihood, Gaussian)
+            n_entries += float((weight[:, None] * likelihood.observed(targets)).sum())
         largest.append(batch.leverages.amax(-1))
         if bool((largest[-1] >= deletions.limit).any()):
             continue  # they are refused, once all are counted
@@ -334,9 +336,9 @@ def left_out_losses(
                     if noisy:
                         totals[number, place] += _noise_terms(likelihood, batch, scale * covariance)
                     else:
-                        totals[number, place] += _loss(likelihood, batch, scale * covariance, seed, options)
+                        totals[number, place, 0] += _loss(likelihood, batch, scale * covariance, seed, options)
     deletions.check(largest)
-    losses, factors = totals[..., 0], totals[..., 1] / n_observations
+    losses, factors = totals[..., 0], torch.ones_like(totals[..., 1])
     if noisy:
         factors = (totals[..., 1] / n_entries).sqrt()
         # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
@@ -346,23 +348,25 @@ def left_out_losses(
 
 
 def _loss(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None, options: Any) -> Tensor:
-    """A batch's loss, and a classifier's confidences: the probabilities of the most probable classes."""
+    """A batch's loss."""
     generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
     found = from_functional(likelihood, batch.mean, covariance, generator=generator, **options)
-    p = found.mean
-    sure = p.amax(-1) if likelihood.couples_outputs else torch.maximum(p, 1 - p).mean(-1)
-    return torch.stack([-found.log_prob(batch.targets).sum(), sure.sum()]).double().cpu()
+    return -found.log_prob(batch.targets).sum().double().cpu()
 
 
 def _noise_terms(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor) -> Tensor:
     """Half a batch's log-determinants, and its squared Mahalanobis distances."""
-    assert likelihood.noise_std is not None
-    flat, targets, _ = likelihood.rows(batch.mean, batch.targets)
-    noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1])
-    lower = torch.linalg.cholesky(covariance.reshape(len(flat), *covariance.shape[-2:]) + torch.diag(noise))
-    distance = torch.linalg.solve_triangular(lower, (targets - flat)[..., None], upper=False)
-    determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum()
-    return torch.stack([determinants, distance.square().sum()]).double().cpu()
+    assert isinstance(likelihood, Gaussian) and likelihood.noise_std is not None
+    flat, targets, weight = likelihood.rows(batch.mean, batch.targets)
+    seen = likelihood.observed(targets)  # what is missing becomes independent, at its mean
+    noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1]).where(seen, 1.0)
+    together = covariance.reshape(len(flat), *covariance.shape[-2:]).masked_fill(
+        ~(seen[:, None] & seen[..., None]), 0.0
+    )
+    lower = torch.linalg.cholesky(together + torch.diag_embed(noise))
+    distance = torch.linalg.solve_triangular(lower, (targets - flat).where(seen, 0.0)[..., None], upper=False)
+    determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.stack([weight @ determinants, weight @ distance.square().sum((1, 2))]).double().cpu()
 
 
 def link_options(tuner: Any, likelihood: Likelihood, generator: torch.Generator | None) -> dict[str, Any]:
