@@ -19,7 +19,7 @@ from benchmarks.study.sets import DataSet
 from laplace_plus import metrics
 from laplace_plus.experiments.comparison import Classified, Predict, Regressed
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.predictive import Prediction, from_samples
+from laplace_plus.predictive import Prediction, from_functional, from_samples
 
 CLASSES: dict[str, Any] = {
     "KFAC": (lp.KFAC, {}),
@@ -33,6 +33,9 @@ FEW = 3500
 
 TEST_TARGETS, OOD_ROWS, BATCH = 1000, 500, 200
 """At most so many targets are scored; each token of a sequence is one."""
+
+SCALES = (10.0, 3.2, 1.0, 0.32, 0.1, 0.032, 0.01, 3.2e-3, 1e-3, 3.2e-4, 1e-4)
+"""Factors on the marginal likelihood's covariance, at each of which classes are scored on test data."""
 
 TEMPERATURES = (0.05, 1000.0)
 """Between them the validated one is searched; where all validation rows are right, it ends at the first."""
@@ -128,15 +131,38 @@ def posterior_row(network: nn.Module, data: DataSet, name: str) -> Row:
     if noise is not None:
         posterior.noise_std = noise
     posterior.fit_prior_precision("marginal_likelihood")
+    evidence = scores_of(_predictor(posterior), data, _epistemic(data))
     return {
         "default": default,
-        "marginal_likelihood": scores_of(_predictor(posterior), data, _epistemic(data)),
+        "marginal_likelihood": evidence,
+        "by_scale": losses_by_scale(posterior, data) if data.classification else None,
         "chosen": found.chosen,
+        "scale": found.covariance_scale,
+        "wrong_labels": found.wrong_labels,
+        "least_at_data": _least(found, found.losses),
+        "least_between": _least(found, found.between_losses),
         "expected_gain": found.expected_gain,
         "precision_ratio": float(found.prior_precision.double().mean() / posterior.prior_precision.double().mean()),
         "fit_seconds": seconds[1] - seconds[0],
         "tuning_seconds": seconds[2] - seconds[1],
     }
+
+
+def losses_by_scale(posterior: Any, data: DataSet) -> list[float]:
+    """Test NLL at each of the scales, with the default link."""
+    likelihood, size = posterior.likelihood, posterior.n_outputs
+    totals = torch.zeros(len(SCALES), dtype=torch.float64)
+    for x, y in batches(*data.test, BATCH):
+        found = posterior.functional_posterior(x)
+        mean, covariance = found.mean.reshape(-1, size), found.covariance.flatten(0, found.mean.ndim - 2)
+        for place, scale in enumerate(SCALES):
+            totals[place] -= from_functional(likelihood, mean, scale * covariance).log_prob(y.flatten()).double().sum()
+    return (totals / data.test[1].numel()).tolist()
+
+
+def _least(found: Any, losses: Tensor | None) -> float | None:
+    """The scale of least loss in a view of the default tuning, 0 for the network itself; None without the view."""
+    return None if losses is None or bool(losses.isnan().any()) else (*found.scales, 0.0)[int(losses.argmin())]
 
 
 def _predictor(posterior: Any) -> Predict:
