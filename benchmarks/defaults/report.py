@@ -226,7 +226,9 @@ def page(rows: Rows) -> str:
             parts[f"{len({pair.cell for pair in part})} {kind} cells"] = part
     n_seeds = len({row["seed"] for row in rows if DEFAULT in row})
     lines = ["# The default tuning, cell by cell", "", INTRODUCTION.strip(), "", "## Bars", ""]
-    lines += [f"Means over {n_seeds} seeds. Shares are of pairs of a cell and a class of posteriors.", ""]
+    n_cells = len({pair.cell for pair in pairs})
+    lines += [f"{n_cells} of {len(CELLS)} cells have been run, with at most {n_seeds} seeds, of which means are taken."]
+    lines += ["Shares are of pairs of a cell and a class of posteriors.", ""]
     lines += markdown_rule(["", "asked", *parts])
     lines += [markdown_line([title, asked, *map(figure, parts.values())]) for title, asked, figure in _bars()]
     chosen = Counter(row["chosen"] for pair in pairs for row in pair.rows)
