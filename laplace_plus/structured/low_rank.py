@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -282,15 +282,9 @@ class LowRankBlock(Block):
         """
         total, whole = operator.shape[0], operator.shape[0] <= WHOLE
         rank = min(total if rank is None and whole else rank or PAIRS, total)
-        pairs = eigsh(
-            operator,
-            total,
-            wanted := total if whole else rank,
-            tolerance=(tolerance := max(tolerance, 2 * PRODUCTS.get())),  # half precision converges no further
-            max_restarts=MOST_RESTARTS,
-            subspace=total + 2 if whole else None,
-            generator=generator,
-        )
+        tolerance, wanted = max(tolerance, 2 * PRODUCTS.get()), total if whole else rank  # of half precision
+        limits: Any = {"max_restarts": MOST_RESTARTS, "subspace": total + 2 if whole else None}
+        pairs = eigsh(operator, total, wanted, tolerance=tolerance, generator=generator, **limits)
         if not pairs.converged:
             warn(
                 f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {tolerance:g} "

@@ -35,7 +35,7 @@ from laplace_plus import checks
 from laplace_plus._progress import progress_bar
 from laplace_plus.tuning.base import Tunable, TuningResult
 from laplace_plus.tuning.laplace import survey
-from laplace_plus.tuning.marginal_likelihood import EvidencePoint, EvidenceTuner, Objective
+from laplace_plus.tuning.marginal_likelihood import EvidencePoint, EvidenceTuner, Objective, knows_precisions
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
 _COARSE = 0.1
@@ -133,6 +133,8 @@ class Tangent(EvidenceTuner):
         )
         what, accurate = "Tuning by the tangent model's evidence", optimum.decrement <= self.tolerance
         converged = now.has_converged(self.tolerance, what, advice, accurate=accurate)
+        sem, precision_sem = now.sampling_errors()  # at this optimum
+        converged = knows_precisions(what, precision_sem) and converged
         precision, noise = objective.split(now.logarithms)
         dtype = tangent.vector.dtype
         return TangentResult(
@@ -145,6 +147,8 @@ class Tangent(EvidenceTuner):
             n_evaluations=search.n_evaluations,
             groups=objective.groups,
             vector=optimum.vector.to(dtype),
+            sem=sem,
+            precision_sem=precision_sem,
             predictive_mean=self.predictive_mean,
             group_precision=now.logarithms[: objective.n_precisions].exp().to(dtype),
             effective_parameters=now.effective_parameters(),
