@@ -6,7 +6,8 @@ computed in the dtype of the predictions, but at least in float32. Densities and
 Classification takes probabilities ``[N, C]`` and integer targets ``[N]``; the probabilities of a binary problem are two
 columns, ``torch.stack([1 - p, p], dim=-1)``, and ignored tokens are removed beforehand. Regression takes means,
 variances (of the observation, noise included) and targets of one shape, ``[N]`` or ``[N, C]``, and scores every scalar
-by itself, but for those whose targets are NaN: not observed.
+by itself, but for those whose targets are NaN: not observed. Means are weighted by ``weight [N]``, where it is given:
+numbers of at least 0, such as scikit-learn's ``sample_weight``.
 
 References:
     Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 2007.
@@ -23,24 +24,25 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
-from laplace_plus.likelihoods.base import widen
+from laplace_plus.likelihoods.base import spread, widen
 from laplace_plus.network.batches import describe
 
 # -- classification ---------------------------------------------------------------------------------------------------
 
 
-def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
+def accuracy(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute the fraction of the data whose most probable class is the target.
 
     Args:
         probabilities: ``[N, C]``.
         targets: Integers, ``[N]``.
+        weight: How often each row counts, ``[N]``; None for once.
 
     Returns:
         A number in ``[0, 1]``.
 
     Raises:
-        ConfigurationError: If the probabilities are invalid.
+        ConfigurationError: If the probabilities or weights are invalid.
         LabelError: If the targets are not among the classes.
 
     Example:
@@ -48,20 +50,20 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
         tensor(0.5000)
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    return (probabilities.argmax(dim=1) == targets).float().mean()
+    return weighted_mean((probabilities.argmax(dim=1) == targets).float(), weight)
 
 
-def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> Tensor:
+def negative_log_likelihood(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``-1/N sum_n log p_n[y_n]``, in nats.
 
     It is infinite if one target has probability zero; probabilities are not clamped, because that would hide it.
     Arguments and errors as for :func:`accuracy`.
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    return -probabilities.gather(1, targets[:, None]).log().mean()
+    return weighted_mean(-probabilities.gather(1, targets[:, None])[:, 0].log(), weight)
 
 
-def brier_score(probabilities: Tensor, targets: Tensor) -> Tensor:
+def brier_score(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
 
     The sum runs over all classes, so that the score of a binary problem is twice the one of its single column.
@@ -69,7 +71,7 @@ def brier_score(probabilities: Tensor, targets: Tensor) -> Tensor:
     """
     probabilities, targets = _check_classification(probabilities, targets)
     one_hot = torch.nn.functional.one_hot(targets, probabilities.shape[1])
-    return (probabilities - one_hot).square().sum(dim=1).mean()
+    return weighted_mean((probabilities - one_hot).square().sum(dim=1), weight)
 
 
 class ReliabilityCurve(NamedTuple):
@@ -78,7 +80,7 @@ class ReliabilityCurve(NamedTuple):
     Attributes:
         confidence: Mean probability of the predicted class, ``[n_bins]``; NaN in an empty bin.
         accuracy: Fraction of right predictions, ``[n_bins]``; NaN in an empty bin.
-        counts: Number of predictions, integers, ``[n_bins]``.
+        counts: Number of predictions, integers, ``[n_bins]``; with weights, the sums of these.
     """
 
     confidence: Tensor
@@ -86,7 +88,9 @@ class ReliabilityCurve(NamedTuple):
     counts: Tensor
 
 
-def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> ReliabilityCurve:
+def reliability_curve(
+    probabilities: Tensor, targets: Tensor, n_bins: int = 15, weight: Tensor | None = None
+) -> ReliabilityCurve:
     """Compare confidence and accuracy in bins of equal width, as a reliability diagram shows them.
 
     Bin ``m`` of ``M`` holds the predictions whose largest probability is in ``((m - 1)/M, m/M]`` (Guo et al., 2017), so
@@ -99,13 +103,18 @@ def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) 
     confidence, predicted = probabilities.max(dim=1)
     edges = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)
     bins = torch.bucketize(confidence, edges[1:-1])
-    counts = torch.bincount(bins, minlength=n_bins)
-    total_confidence = torch.zeros_like(edges[1:]).index_add_(0, bins, confidence)
-    n_right = torch.bincount(bins[predicted == targets], minlength=n_bins)
-    return ReliabilityCurve(total_confidence / counts, n_right.to(edges) / counts, counts)
+    share = None if weight is None else _check_weight(weight, confidence).to(confidence)
+    counts = torch.bincount(bins, share, minlength=n_bins)
+    every = torch.ones_like(confidence) if share is None else share
+    total_confidence, n_right = torch.zeros_like(edges[1:]), torch.zeros_like(edges[1:])
+    total_confidence.index_add_(0, bins, every * confidence)
+    n_right.index_add_(0, bins, every * (predicted == targets))
+    return ReliabilityCurve(total_confidence / counts, n_right / counts, counts)
 
 
-def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> Tensor:
+def expected_calibration_error(
+    probabilities: Tensor, targets: Tensor, n_bins: int = 15, weight: Tensor | None = None
+) -> Tensor:
     """Compute the mean distance of confidence and accuracy, ``sum_m n_m/N |accuracy_m - confidence_m|``.
 
     It is computed from the :func:`reliability_curve`, so that the two always agree. It differs from ``torchmetrics``
@@ -115,7 +124,7 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
     Returns:
         A number in ``[0, 1]``.
     """
-    curve = reliability_curve(probabilities, targets, n_bins)
+    curve = reliability_curve(probabilities, targets, n_bins, weight)
     gaps = torch.where(curve.counts > 0, (curve.accuracy - curve.confidence).abs(), 0.0)
     return (gaps * curve.counts).sum() / curve.counts.sum()
 
@@ -216,41 +225,44 @@ def _shared(keys: Tensor, values: Tensor) -> Tensor:
 # -- regression -------------------------------------------------------------------------------------------------------
 
 
-def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
+def root_mean_squared_error(mean: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``sqrt(mean (mean - y)^2)``, in the units of the targets, over all entries.
 
     Args:
         mean: Predictive means, ``[N]`` or ``[N, C]``.
         targets: Of the same shape.
+        weight: How often each row counts, ``[N]``; None for once.
 
     Returns:
         A number of at least 0.
 
     Raises:
-        ConfigurationError: If the means are not floating-point numbers.
+        ConfigurationError: If the means are not floating-point numbers, or weights are invalid.
         LabelError: If the targets are of another shape.
     """
     mean, targets = _check_regression(mean, targets)
-    return (mean - targets).square().nanmean().sqrt()
+    return weighted_mean((mean - targets).square(), weight, ~targets.isnan()).sqrt()
 
 
-def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute the mean of ``(log(2 pi v) + (y - m)^2 / v) / 2``, in nats per scalar, over all entries.
 
     Args:
         mean: Predictive means ``m``, ``[N]`` or ``[N, C]``.
         variance: Predictive variances ``v``, observation noise included, of the same shape.
         targets: ``y``, of the same shape.
+        weight: How often each row counts, ``[N]``; None for once.
 
     Raises:
         ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
         LabelError: If the targets are of another shape.
     """
     mean, variance, targets = _check_moments(mean, variance, targets)
-    return 0.5 * (math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance).nanmean()
+    densities = math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance
+    return 0.5 * weighted_mean(densities, weight, ~targets.isnan())
 
 
-def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     r"""Compute the mean continuous ranked probability score of Gaussian predictions, in the units of the targets.
 
     With ``s = sqrt(variance)`` and ``z = (y - mean) / s``, the score of one scalar is
@@ -261,10 +273,28 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
     scale = variance.sqrt()
     z = (targets - mean) / scale
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-    return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).nanmean()
+    scores = scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+    return weighted_mean(scores, weight, ~targets.isnan())
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- means and checks -------------------------------------------------------------------------------------------------
+
+
+def weighted_mean(values: Tensor, weight: Tensor | None = None, observed: Tensor | None = None) -> Tensor:
+    """Of values ``[N, *]``, by weights ``[N]`` of rows, over entries ``observed [N, *]``; None for all alike."""
+    if weight is None and (observed is None or bool(observed.all())):
+        return values.mean()
+    share = torch.ones_like(values) if weight is None else spread(_check_weight(weight, values), values.shape)
+    share = share.to(values) if observed is None else share.to(values) * observed
+    return (share * values.where(share > 0, 0.0)).sum() / share.sum()
+
+
+def _check_weight(weight: Tensor, values: Tensor) -> Tensor:
+    checks.shape("weight", weight, values.shape[:1])
+    if not bool(((weight >= 0) & weight.isfinite()).all()) or not bool((weight > 0).any()):
+        what, expected = "The weights cannot be used.", "finite numbers of at least 0, not all zero"
+        raise ConfigurationError(what, expected=expected, got=f"{weight.min():.4g} ... {weight.max():.4g}")
+    return weight
 
 
 def _check_scores(**named: Tensor) -> None:

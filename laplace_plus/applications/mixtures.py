@@ -23,7 +23,7 @@ from torch.distributions import Categorical, Distribution, MixtureSameFamily, No
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import describe
+from laplace_plus.likelihoods.base import describe, spread
 from laplace_plus.likelihoods.resolve import resolve_likelihood
 from laplace_plus.network.batches import inputs_of, iterate, to_device
 from laplace_plus.network.network import Network
@@ -202,15 +202,17 @@ class Mixture:
         Raises:
             DataError: No targets, or a target that no member thinks possible.
         """
-        rows = []
+        rows, counts = [], []
         with torch.no_grad():
             for batch in iterate(data, device=torch.device("cpu"), progress=progress, description="Mixture: data"):
                 own = [each.predictive(batch.inputs, generator=generator) for each in self.members]
-                logs = torch.stack(
-                    [one.log_prob(to_device(batch.target, one.functional_mean.device)).flatten() for one in own]
-                )
-                rows.append(logs[:, (logs != 0).any(0)].double().cpu())
-        logs = torch.cat(rows, 1)
+                target, weight = self.members[0].likelihood.separate(batch.target)
+                logs = torch.stack([one.log_prob(to_device(target, one.functional_mean.device)) for one in own])
+                share = torch.ones_like(logs[0]) if weight is None else spread(weight, logs[0].shape).to(logs)
+                kept = (logs != 0).any(0) & (share > 0)
+                rows.append(logs[:, kept].double().cpu())
+                counts.append(share[kept].double().cpu())
+        logs, count = torch.cat(rows, 1), torch.cat(counts)
         if not logs.numel() or not bool(logs.amax(0).isfinite().all()):
             what, expected = "The weights cannot be found from these data.", "targets that some member thinks possible"
             raise DataError(what, expected=expected, got=f"{logs.shape[1]} of them, of finite log-probability or not")
@@ -218,10 +220,10 @@ class Mixture:
         before = -math.inf
         for _ in range(_MOST):
             shares = logs + weights.log()[:, None]
-            now = float(shares.logsumexp(0).mean())
+            now = float(count @ shares.logsumexp(0) / count.sum())
             if now - before <= _TOLERANCE:
                 break
-            before, weights = now, shares.softmax(0).mean(1)
+            before, weights = now, shares.softmax(0) @ count / count.sum()
         self._set(weights)
         return self
 

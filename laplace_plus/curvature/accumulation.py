@@ -35,7 +35,7 @@ class Accumulation:
         gradients: The batch's per-example gradients.
         structure: The structure of the sum.
         n_components: K, the number of noise levels whose curvatures are kept apart.
-        used: ``[B]``: whether an example has any target that is not ignored.
+        share: ``[B]``: how often an example counts, 0 where all of its targets are ignored.
         total: The sum so far, which is added to; None begins one.
 
     Attributes:
@@ -47,9 +47,11 @@ class Accumulation:
     together = False
 
     def __init__(
-        self, gradients: Gradients, structure: Structure, n_components: int, used: Tensor, total: Curvature | None
+        self, gradients: Gradients, structure: Structure, n_components: int, share: Tensor, total: Curvature | None
     ):
-        self.gradients, self.structure, self.n_components, self.used = gradients, structure, n_components, used
+        self.gradients, self.structure, self.n_components = gradients, structure, n_components
+        self.used, self._share = share > 0, share
+        self._is_weighted = bool((share[self.used] != 1).any())
         self.total = Curvature([]) if total is None else total
         self._is_first = True  # chunk of cotangents
         self._expands = getattr(structure, "weight_sharing", "expand") == "expand"  # positions as examples of their own
@@ -156,32 +158,37 @@ class Accumulation:
     def _add_inputs(
         self, block: Any, gradients: OuterGradients | EmbeddingGradients, layout: Layout, kept: Tensor | None = None
     ) -> None:
-        """Add ``Σ a aᵀ`` and its count, over all positions of used examples, or over those ``kept [B, S]``."""
+        """Add ``Σ w a aᵀ`` and ``Σ w``, over all positions of used examples, or over those ``kept [B, S]``."""
         expand, total, n_positions = self._expands, block.right_sum, gradients.n_positions
-        own = None if kept is None else kept[self.used]
-        if own is None:
-            block.count = block.count + int(self.used.sum()) * (n_positions if expand else 1)
-        else:
-            block.count = block.count + int(own.sum() if expand else own.any(1).sum())
+        own, share = None if kept is None else kept[self.used], self._share[self.used]
+        times: Any = n_positions if expand else 1
+        if own is not None:
+            times = own.sum(1) if expand else own.any(1)
+        block.count = block.count + float((share.double() * times).sum())
         if isinstance(gradients, EmbeddingGradients):
             if not expand and n_positions > 1:
                 what = f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary."
                 expected = 'weight_sharing="expand" where embeddings are selected'
                 fix = 'Use weight_sharing="expand", or leave the embedding out of the selection.'
                 raise UnsupportedError(what, expected=expected, got='weight_sharing="reduce"', fix=fix)
-            index = gradients.index[self.used] if own is None else gradients.index[self.used][own]
-            total.values += torch.bincount(index.flatten(), minlength=gradients.n_columns).to(total.values)
+            index = gradients.index[self.used]
+            own = torch.ones_like(index, dtype=torch.bool) if own is None else own
+            counts = torch.bincount(index[own], share[:, None].expand(own.shape)[own], minlength=gradients.n_columns)
+            total.values += counts.to(total.values)
             return
         groups, width = gradients.right_shape
         every = bool(self.used.all())
         for examples in slices(gradients.n_examples, n_positions * groups * width * 4, 256 * MIB):
             raw = gradients.raw_right[examples] if every else gradients.raw_right[examples][self.used[examples]]
             own = None if kept is None else kept[examples][self.used[examples]]
-            direct = gradients.add_right_products if total.rank is None else None
+            direct = None if self._is_weighted or total.rank is not None else gradients.add_right_products
             if expand and own is None and direct is not None and len(raw) * n_positions >= width:
                 direct(raw, total.lower())
                 continue
             right = gradients.expand_right(raw)  # [b, S, G, i]
+            if self._is_weighted:
+                share = self._share[examples][self.used[examples]]
+                right = right * share.sqrt()[:, None, None, None]
             if own is not None:
                 right = right[own] if expand else _means(right, own, total.dtype)
             else:

@@ -69,10 +69,10 @@ class Native(Backend):
         likelihood.validate(outputs, batch.target)
         observed = rows, targets, weight = likelihood.rows(outputs, batch.target)
         # An example with nothing but ignored targets does not count.
-        used = weight.view(capture.n_examples, -1).bool().any(1)
+        share = weight.view(capture.n_examples, -1).amax(1)
         if total is not None and not capture.pointwise:
             total = _written(total, network)
-        sums = Accumulation(gradients, structure, likelihood.n_noise, used, total)
+        sums = Accumulation(gradients, structure, likelihood.n_noise, share, total)
         sums.together = likelihood.couples_rows
         if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not sums.corrects:
             direct = last_layer_curvature(gradients, structure, likelihood, observed)
@@ -98,7 +98,7 @@ class Native(Backend):
                 columns = root.mT[chunk].reshape(-1, *shape)
                 yield columns, torch.zeros(len(columns), dtype=torch.long)
         elif self.kind == "ggn":
-            root = likelihood.output_root(rows, targets) * weight[:, None, None].to(rows.dtype)
+            root = likelihood.output_root(rows, targets) * weight.sqrt()[:, None, None]
             n_columns = root.shape[-1]
             groups = likelihood.output_groups(n_columns).cpu()
             by_position = root.unflatten(0, (shape[0], -1))  # [B, M, C, V]
@@ -118,7 +118,7 @@ class Native(Backend):
                 what = "The empirical Fisher of a last layer sums the positions of an example."
                 expected, fix = "outputs [B, C]", 'Use kind="ggn" or kind="ggn_mc" for token-level outputs.'
                 raise UnsupportedError(what, expected=expected, got=f"outputs {tuple(capture.output_shape)}", fix=fix)
-            gradient = likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
+            gradient = likelihood.gradient(rows, targets) * weight.sqrt()[:, None]
             capture.frees = True
             yield gradient.view(1, *shape), torch.zeros(1, dtype=torch.long)
         else:
@@ -128,7 +128,7 @@ class Native(Backend):
                 capture.frees = chunk.stop == self.n_samples * n_components
                 for own in component:
                     labels = like_observed(likelihood.sample_targets(rows, generator=generator), targets)
-                    gradient = likelihood.gradient(rows, labels) * weight[:, None].to(rows.dtype)
+                    gradient = likelihood.gradient(rows, labels) * weight.sqrt()[:, None]
                     if n_components > 1:  # one noise level at a time
                         gradient = gradient * (torch.arange(gradient.shape[1], device=gradient.device) == int(own))
                     drawn.append(gradient.view(shape) / self.n_samples**0.5)
@@ -179,7 +179,7 @@ def last_layer_curvature(
     layout, inputs = found
     kept = weight.bool()
     if not bool(kept.all()):
-        inputs = inputs[kept]
+        inputs, weight = inputs[kept], weight[kept]
         hessian = replace(hessian, scales=hessian.scales[kept], diagonal=hessian.diagonal[kept])
     dtype = network.dtype
     if isinstance(structure, FullStructure):
@@ -190,8 +190,8 @@ def last_layer_curvature(
         block = DiagonalBlock(squares[None, None].to(dtype))
     elif isinstance(structure, KroneckerStructure):
         right = gram_sum(1, layout.shape[2], structure.factor_rank, dtype=dtype, device=inputs.device)
-        right.add_rows(inputs[None])
-        count = torch.tensor(float(len(inputs)), dtype=torch.float64)
+        right.add_rows((inputs * weight.sqrt()[:, None].to(inputs))[None])
+        count = weight.sum(dtype=torch.float64).cpu()
         left = hessian.diagonal.sum(0) if layout.shape[1] > structure.dense_outputs else hessian.sum()
         block = KroneckerBlock(left[None, None].to(dtype), right, count)
     else:

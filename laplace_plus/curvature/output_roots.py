@@ -84,7 +84,7 @@ def column_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Out
     if likelihood.couples_rows:
         return _ColumnRoot(likelihood.batch_root(observations, labels, weight)[None], outputs.shape)
     root = likelihood.output_root(observations, labels)
-    scale = _noise_weights(likelihood, root).sqrt() * weight.view(-1, 1, 1).to(root.dtype)
+    scale = _noise_weights(likelihood, root).sqrt() * weight.sqrt().view(-1, 1, 1).to(root.dtype)
     return _ColumnRoot(root * scale, outputs.shape)
 
 
@@ -99,7 +99,9 @@ def gradient_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labe
     drawn = [own] if labels is None else [like_observed(label, own) for label in labels]
     gradients = torch.stack([likelihood.gradient(observations, label) for label in drawn], -1)
     noise = _noise_weights(likelihood, observations)
-    scale = weight.unsqueeze(-1).to(gradients.dtype) * (noise if labels is None else noise.sqrt() / len(labels) ** 0.5)
+    scale = weight.sqrt().unsqueeze(-1).to(gradients.dtype) * (
+        noise if labels is None else noise.sqrt() / len(labels) ** 0.5
+    )
     columns = gradients * scale.unsqueeze(-1)
     return _ColumnRoot(columns if labels is not None else columns.reshape(len(outputs), -1, 1), outputs.shape)
 

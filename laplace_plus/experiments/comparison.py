@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,18 +31,21 @@ Predict = Callable[[Any], Prediction]
 
 @dataclass(frozen=True)
 class Classified:
-    """Predicted classes of N targets (examples, or tokens or pixels of them), and those ``targets [N]``.
+    """Predicted classes of N targets (examples, or tokens or pixels of them), those ``targets [N]`` and their weights.
 
     Each row of ``probabilities [N, C]`` sums to one; a binary target has the two columns no and yes.
     """
 
     probabilities: Tensor
     targets: Tensor
+    weight: Tensor | None = None
 
     def scores(self) -> dict[str, float]:
         """Accuracy, mean negative log-likelihood, Brier score and expected calibration error."""
         names = ("accuracy", "negative_log_likelihood", "brier_score", "expected_calibration_error")
-        return {name: float(getattr(metrics, name)(self.probabilities, self.targets)) for name in names}
+        scores: Any = [getattr(metrics, name) for name in names]
+        found = [float(score(self.probabilities, self.targets, weight=self.weight)) for score in scores]
+        return dict(zip(names, found, strict=True))
 
     def uncertainty(self) -> Tensor:
         """Entropy of each prediction in nats, ``[N]``."""
@@ -54,7 +57,7 @@ class Regressed:
     """Predicted numbers of N examples and their ``targets``, all ``[N, D]``; the variance includes observation noise.
 
     ``log_density [N]`` is that of the targets under the predictive distribution. ``inputs [N]`` are given where one
-    number is predicted from one.
+    number is predicted from one, ``weight [N]`` where targets have weights.
     """
 
     mean: Tensor
@@ -62,13 +65,14 @@ class Regressed:
     log_density: Tensor
     targets: Tensor
     inputs: Tensor | None = None
+    weight: Tensor | None = None
 
     def scores(self) -> dict[str, float]:
         """Root mean squared error, mean negative log-likelihood, and CRPS of the Gaussian with these moments."""
         return {
-            "root_mean_squared_error": float(metrics.root_mean_squared_error(self.mean, self.targets)),
-            "negative_log_likelihood": float(-self.log_density.mean()),
-            "crps": float(metrics.crps_gaussian(self.mean, self.variance, self.targets)),
+            "root_mean_squared_error": float(metrics.root_mean_squared_error(self.mean, self.targets, self.weight)),
+            "negative_log_likelihood": float(-metrics.weighted_mean(self.log_density, self.weight)),
+            "crps": float(metrics.crps_gaussian(self.mean, self.variance, self.targets, self.weight)),
         }
 
     def uncertainty(self) -> Tensor:
@@ -172,23 +176,30 @@ def _facts(posterior: Posterior) -> dict[str, Any]:
 
 def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Classified | Regressed:
     """Predict all of a data set, in float64 on the CPU; targets that the likelihood ignores are left out."""
-    found: list[tuple[Tensor, ...]] = []
+    found, shares = list[tuple[Tensor, ...]](), list[Tensor]()
     for batch in data:
         prediction = predict(batch.inputs)
         _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
-        kept = (weight > 0).cpu()
+        share = _plain(weight)
+        kept = share > 0
         columns = _moments(prediction, likelihood)
         if likelihood.is_classifier:
             labels = targets.cpu().reshape(-1)
-            kept = kept.repeat_interleave(len(labels) // len(kept)) & ~labels.isnan()
+            share = share.repeat_interleave(len(labels) // len(share))
+            kept = (share > 0) & ~labels.isnan()
             columns += (labels.nan_to_num(0).long(),)
         else:
-            columns += _plain(prediction.log_prob(batch.target)).reshape(-1), _plain(targets).reshape(columns[0].shape)
+            columns += (
+                _plain(prediction.log_prob(likelihood.separate(batch.target)[0])).reshape(-1),
+                _plain(targets).reshape(columns[0].shape),
+            )
             if isinstance(batch.inputs, Tensor) and batch.inputs.numel() == columns[0].numel() == len(kept):
                 columns += (_plain(batch.inputs).flatten(),)
         found.append(tuple(column[kept] for column in columns))
-    kind = Classified if likelihood.is_classifier else Regressed
-    return kind(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+        shares.append(share[kept])
+    kind: Any = Classified if likelihood.is_classifier else Regressed
+    scored = kind(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+    return replace(scored, weight=torch.cat(shares)) if likelihood.weighted else scored
 
 
 def gather_uncertainties(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Tensor:

@@ -194,8 +194,7 @@ class LossLandscape(Landscape):
         """``−log p(target | outputs)``, times the likelihood's weight, for each of ``[m, B, *, C]``."""
         losses = []
         for one in outputs:
-            rows, targets, weight = self.likelihood.rows(one, target)
-            losses.append(-torch.where(weight > 0, self.likelihood.log_density(rows, targets), 0.0).sum())
+            losses.append(-self.likelihood.log_densities(one, target).sum())
         return torch.stack(losses) * self.likelihood_weight
 
     def _loss(self, target: Any, outputs: Tensor) -> Tensor:

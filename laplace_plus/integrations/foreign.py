@@ -58,6 +58,8 @@ class Task:
         if targets.is_floating_point() and self.likelihood.couples_outputs:
             what, fix = "Soft labels are not for this backend.", 'Use backend="native".'
             raise UnsupportedError(what, got=f"{targets.dtype} targets", fix=fix)
+        if bool(targets.isnan().any()):
+            raise UnsupportedError("Missing targets are not for this backend.", got="NaN", fix='Use backend="native".')
         if targets.is_floating_point():
             return targets.view(self.outputs.shape), bool((weight == 0).any())
         return targets.where(weight > 0, -100).view(self.outputs.shape[:-1]), bool((weight == 0).any())
@@ -148,8 +150,8 @@ class ForeignBackend(Backend):
         """The torch loss of a likelihood at unit noise, and its factor; UnsupportedError if there is none."""
         found = _LOSSES.get(type(likelihood))
         if found is None or likelihood.of_new_targets is not None:  # weights or smoothing
-            expected, name = ", ".join(cls.__name__ for cls in _LOSSES), type(likelihood).__name__
-            raise self.refusal(f"has no loss for {name}", expected, name)
+            expected = ", ".join(cls.__name__ for cls in _LOSSES) + ", without weights"
+            raise self.refusal(f"has no loss for {type(likelihood).__name__}", expected, repr(likelihood))
         return found[0](reduction="sum"), found[1]
 
     def private_copy(self, network: Network) -> nn.Module:

@@ -15,6 +15,7 @@ differentiation and Monte Carlo.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -65,6 +66,11 @@ def each(function: Callable[[Tensor], Any], targets: Any) -> Any:
     return function(targets)
 
 
+def spread(weight: Tensor, shape: torch.Size) -> Tensor:
+    """Weights ``[B]`` or ``[B, *]`` of each position of a shape ``[B, *]``."""
+    return weight.reshape(weight.shape + (1,) * (len(shape) - weight.dim())).expand(shape)
+
+
 def require_one_target(likelihood: Likelihood, targets: Any) -> None:
     """Raise LabelError for several tensors as a target, of which joint likelihoods alone know what they mean."""
     if not isinstance(targets, Tensor):
@@ -72,7 +78,8 @@ def require_one_target(likelihood: Likelihood, targets: Any) -> None:
         fix = (
             "Let the network return torch.cat(outputs, -1) and pass the joint log-density, lp.LogDensity(lambda f, y: "
         )
-        fix += "...), which takes several targets y as they are; or lp.GivenNoise for (values, their noise_std)."
+        fix += "...), which takes several targets y as they are; lp.GivenNoise for (values, their noise_std); a "
+        fix += "likelihood with weighted=True, such as lp.Categorical(weighted=True), for (y, weights of examples)."
         raise LabelError(what, expected="batches (x, y) with a tensor y", got=got, fix=fix)
 
 
@@ -134,7 +141,10 @@ class Likelihood(ABC):
             partial likelihood. Each batch is then one observation: data are the batches as the loader cuts them.
         positive_part: Whether a log-density that is not concave has the positive part of its Hessian as its curvature.
         n_noise: Number ``K`` of noise groups.
-        of_new_targets: What predictions are of, where training weighs or smooths its targets; else ``None``.
+        weighted: Whether each target comes with a weight ``w ≥ 0``, in batches ``(x, (y, w))`` with w ``[B]``, or one
+            for each position, ``[B, *]``. It is a factor on the target's log-density: a whole number counts as so many
+            equal rows, in curvature, evidence, noise, tuning and calibration. An option of all likelihoods of this
+            package, an attribute of custom ones. Predictions are of targets y without weights.
         config_name: The name in :meth:`config` of a likelihood of this package; ``None`` for custom ones.
 
     Example:
@@ -159,7 +169,7 @@ class Likelihood(ABC):
     couples_rows: bool = False
     positive_part: bool = False
     n_noise: int = 1
-    of_new_targets: Likelihood | None = None
+    weighted: bool = False
     config_name: str | None = None
 
     @abstractmethod
@@ -189,20 +199,61 @@ class Likelihood(ABC):
         OutputError or LabelError if they do not, NonFiniteError for NaN or infinity among the outputs.
         """
         checks.finite("The network's output", outputs)
+        if self.weighted:
+            self.require_own_rows("Rows that depend on each other have no weights.")
         lead, found = outputs.shape[:-1], list[torch.Size]()
-        each(lambda own: found.append(own.shape[: len(lead)]), targets)
+        each(lambda own: found.append(own.shape[: len(lead)]), self.without_weights(outputs, targets))
         if {*found} != {lead}:
             expected = f"leading shape {list(lead)}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
         if not self.couples_rows:
             self._check_rows(outputs, targets)
 
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def separate(self, targets: Any) -> tuple[Any, Tensor | None]:
+        """A batch's targets without their weights, and these; None where the likelihood is not :attr:`weighted`."""
+        if not self.weighted:
+            return targets, None
+        if not isinstance(targets, (tuple, list)):
+            what, fix = "These targets come without weights.", "Pass pairs (y, w), or take likelihood.of_new_targets."
+            raise UnsupportedError(what, got=describe(targets), fix=fix)
+        return targets[0], targets[1]
+
+    def without_weights(self, outputs: Tensor, targets: Any) -> Any:
+        """A batch's targets; LabelError for weights that are none."""
+        if not self.weighted:
+            return targets
+        weight: Any = targets[1] if isinstance(targets, (tuple, list)) and len(targets) == 2 else None  # noqa: PLR2004
+        known = isinstance(weight, Tensor) and weight.shape in (outputs.shape[:1], outputs.shape[:-1])
+        if not known or not bool(((weight >= 0) & weight.isfinite()).all()):
+            expected = f"batches (x, (y, w)) with finite weights w >= 0, {list(outputs.shape[:1])}, or one a position"
+            got = describe(targets) + ", some weight negative or not finite" * known
+            fix = "Leave weighted=True out where there are no weights, as with new targets."
+            raise LabelError("These are no targets with weights.", expected=expected, got=got, fix=fix)
+        return targets[0]
+
+    @property
+    def of_new_targets(self) -> Likelihood | None:
+        """What predictions are of, where training weighs or smooths its targets; else None."""
+        if not self.weighted:
+            return None
+        plain = copy.copy(self)
+        object.__setattr__(plain, "weighted", False)  # also of frozen dataclasses
+        return plain
+
+    def rows(self, outputs: Tensor, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
 
-        These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows. Entries of a
-        target that were not observed are NaN. Of several targets, in a tuple or mapping, it is each.
+        These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1 or the target's own, and 0 for ignored
+        rows. Entries of a target that were not observed are NaN. Of several targets, in a tuple or mapping, it is each.
         """
+        targets, own = self.separate(targets)
+        flat, targets, weight = self.flattened(outputs, targets)
+        if own is None:
+            return flat, targets, weight
+        return flat, targets, weight * spread(own, outputs.shape[:-1]).reshape(-1).to(weight)
+
+    def flattened(self, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, Tensor]:
+        """As :meth:`rows`, of targets without weights: 1, or 0 for ignored rows."""
         flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
 
         def observations(own: Tensor) -> Tensor:
@@ -210,6 +261,11 @@ class Likelihood(ABC):
             return own.to(flat.dtype) if own.is_floating_point() else own
 
         return flat, each(observations, targets), torch.ones_like(flat[:, 0])
+
+    def log_densities(self, outputs: Tensor, targets: Any) -> Tensor:
+        """``w_n log p(y_n|f_n)`` of a batch's :meth:`rows`, ``[N]``, 0 where ignored."""
+        flat, targets, weight = self.rows(outputs, targets)
+        return (self.log_density(flat, targets) * weight).where(weight > 0, 0.0)
 
     def _check_rows(self, outputs: Tensor, targets: Any) -> None:
         """Refuse rows that depend on each other: the Hessian's products with some rows are zero at all others."""
@@ -315,8 +371,7 @@ class Likelihood(ABC):
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
-        flat, targets, weight = self.rows(outputs, targets)
-        return self.log_density(flat, targets).double().where(weight > 0, 0.0).sum().reshape(1)
+        return self.log_densities(outputs, targets).double().sum().reshape(1)
 
     def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
         """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""

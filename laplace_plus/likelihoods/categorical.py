@@ -111,6 +111,7 @@ class Categorical(Likelihood):
         output_axis: The axis of the logits in the network's output; 1 for ``[B, C, H, W]``.
         weight: C non-negative numbers, as of ``torch.nn.CrossEntropyLoss``; None for ones.
         label_smoothing: ε, from 0 to below 1.
+        weighted: Whether each target comes with a weight of its own; see :class:`~laplace_plus.Likelihood`.
 
     Raises:
         ConfigurationError: Weights or smoothing out of range.
@@ -124,6 +125,7 @@ class Categorical(Likelihood):
     output_axis: int = LAST_AXIS
     weight: Any = None
     label_smoothing: float = 0.0
+    weighted: bool = False
     config_name = "categorical"
     links = ("gumbel", "probit", "mc", "bridge", "network")
     is_classifier = True
@@ -136,8 +138,15 @@ class Categorical(Likelihood):
                 what, expected = "The class weights cannot be used.", "C non-negative numbers, not all zero"
                 raise ConfigurationError(what, expected=expected, got=str(weight.tolist()))
         checks.number("label_smoothing", self.label_smoothing, least=0.0, most=math.nextafter(1.0, 0.0))
-        if self.weight is not None or self.label_smoothing:
-            object.__setattr__(self, "of_new_targets", Categorical(self.ignore_index, self.output_axis))
+
+    @property
+    def _is_modified(self) -> bool:
+        return self.weight is not None or self.label_smoothing > 0
+
+    @property
+    def of_new_targets(self) -> Categorical | None:
+        """That without weights and smoothing."""
+        return Categorical(self.ignore_index, self.output_axis) if self._is_modified or self.weighted else None
 
     def _totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``t [N, C]`` for labels ``[N]`` or soft labels ``[N, C]``."""
@@ -149,6 +158,7 @@ class Categorical(Likelihood):
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
         checks.finite("The network's output", outputs)
+        targets = self.without_weights(outputs, targets)
         require_one_target(self, targets)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
@@ -180,7 +190,7 @@ class Categorical(Likelihood):
     def _arranged(self, soft: Tensor) -> Tensor:
         return soft if self.output_axis == -1 or soft.dim() == 2 else soft.movedim(self.output_axis, -1)  # noqa: PLR2004
 
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def flattened(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; ignored rows get class 0 and weight 0."""
         flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
         if targets.is_floating_point():
@@ -203,22 +213,22 @@ class Categorical(Likelihood):
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log softmax(f)_y``, ``[N]``; in general ``Σ_k t_k log p_k``."""
-        if targets.is_floating_point() or self.of_new_targets is not None:
+        if targets.is_floating_point() or self._is_modified:
             return (self._totals(outputs, targets) * outputs.log_softmax(-1)).sum(-1)
         return outputs.log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``p - e_y``, ``[N, C]``; in general ``(Σ t) p − t``."""
         p, complement = _probabilities(outputs)
-        if targets.is_floating_point() or self.of_new_targets is not None:
+        if targets.is_floating_point() or self._is_modified:
             t = self._totals(p, targets)
             return t.sum(-1, keepdim=True) * p - t
         index = targets.long().unsqueeze(-1)
         return p.scatter(-1, index, -complement.gather(-1, index))
 
     def output_curvature(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> OutputCurvature | None:
-        """``diag p - p pᵀ``; zero for ignored rows; None with class weights, where it depends on targets."""
-        if self.weight is not None:
+        """``diag p - p pᵀ``; zero for ignored rows; None with weights, which are no part of that form."""
+        if self.weight is not None or self.weighted:
             return None
         p, complement = _probabilities(outputs)
         weight = weight.to(p.dtype).unsqueeze(-1)
@@ -233,7 +243,7 @@ class Categorical(Likelihood):
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Class indices; UnsupportedError with weights or smoothing, as gradients at drawn labels are others."""
-        if self.of_new_targets is not None:
+        if self._is_modified:
             what, fix = "Weighted or smoothed labels cannot be drawn.", 'Use the exact curvature: backend="native".'
             raise UnsupportedError(what, got=repr(self), fix=fix)
         return self.sample(outputs, generator=generator)

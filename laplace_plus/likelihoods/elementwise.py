@@ -20,7 +20,7 @@ from torch.distributions import Poisson as PoissonDistribution
 from torch.nn.functional import binary_cross_entropy, logsigmoid
 
 from laplace_plus import checks
-from laplace_plus.errors import LabelError
+from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
@@ -78,12 +78,12 @@ class Elementwise(Likelihood):
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse invalid targets, and targets of another shape than the outputs'."""
         checks.finite("The network's output", outputs)
-        aligned = self.align(outputs, targets)
+        aligned = self.align(outputs, self.without_weights(outputs, targets))
         refuse_targets(~self.is_valid(aligned), aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
 
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def flattened(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; targets become floating ``[N, D]``, and rows without an observed entry get weight 0."""
-        flat, aligned, weight = super().rows(outputs, self.align(outputs, targets))
+        flat, aligned, weight = super().flattened(outputs, self.align(outputs, targets))
         aligned = aligned.to(flat.dtype)
         return flat, aligned, weight * self.observed(aligned).any(-1)
 
@@ -157,9 +157,16 @@ class Bernoulli(Elementwise):
     """``p(y_c = 1 | f) = sigmoid(f_c)``, independent over the ``C`` outputs of a row.
 
     Targets are zeros and ones (integer, boolean or floating) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
+    The weight of ones belongs to training, as class weights do: predictions and their scores are without it.
 
     Args:
         output_axis: The axis of the logits in the network's output, and of their targets.
+        pos_weight: The factor on terms whose target is one, as of ``torch.nn.BCEWithLogitsLoss``: a number, or one for
+            each output, ``[C]``, positive; None for 1.
+        weighted: Whether targets come with weights; see :class:`~laplace_plus.Likelihood`.
+
+    Raises:
+        ConfigurationError: Weights that are not positive.
 
     Example:
         >>> Bernoulli().log_density(torch.zeros(1, 1), torch.tensor([[1.0]])).exp()
@@ -167,6 +174,8 @@ class Bernoulli(Elementwise):
     """
 
     output_axis: int = -1
+    pos_weight: Any = None
+    weighted: bool = False
     config_name = "bernoulli"
     links = ("probit", "mc", "network")
     is_classifier = True
@@ -174,13 +183,39 @@ class Bernoulli(Elementwise):
     valid_targets = "exactly 0 or 1, or NaN where it is missing"
     hint = 'Map labels to 0 and 1, or use likelihood="classification" for one class out of several.'
 
+    def __post_init__(self) -> None:
+        if self.pos_weight is not None:
+            weight = torch.as_tensor(self.pos_weight, dtype=torch.float64).detach()
+            object.__setattr__(self, "pos_weight", tuple(weight.flatten().tolist()))
+            if weight.dim() > 1 or not bool(((weight > 0) & weight.isfinite()).all()):
+                what, expected = "pos_weight cannot be used.", "a positive number, or C of them"
+                raise ConfigurationError(what, expected=expected, got=str(weight.tolist()))
+
+    @property
+    def of_new_targets(self) -> Bernoulli | None:
+        """That without weights."""
+        return Bernoulli(self.output_axis) if self.weighted or self.pos_weight else None
+
+    def factors(self, targets: Tensor) -> Tensor:
+        """The factor ``[N, C]`` of each term: ``pos_weight`` of ones, else 1."""
+        if self.pos_weight is None:
+            return torch.ones_like(targets)
+        return torch.where(targets == 1, torch.tensor(self.pos_weight, dtype=targets.dtype, device=targets.device), 1.0)
+
+    def validate(self, outputs: Tensor, targets: Any) -> None:
+        """Refuse anything but zeros and ones of the outputs' shape."""
+        if len(self.pos_weight or (1,)) not in (1, outputs.shape[-1]):
+            expected = f"{len(self.pos_weight)} outputs, or one pos_weight"
+            raise OutputError("pos_weight does not fit the outputs.", expected=expected, got=describe(outputs))
+        super().validate(outputs, targets)
+
     def is_valid(self, targets: Tensor) -> Tensor:
         """Zeros, ones and NaN."""
         return (targets == 0) | (targets == 1) | targets.isnan()
 
     def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log sigmoid(±f_c)``, ``[N, C]``; unlike a cross-entropy without cancellation where p is close to y."""
-        return logsigmoid((2 * targets - 1) * outputs)
+        return self.factors(targets) * logsigmoid((2 * targets - 1) * outputs)
 
     def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
         """The log-likelihood of outputs in [0, 1] as probabilities, less that as logits, or as the best constant.
@@ -191,26 +226,34 @@ class Bernoulli(Elementwise):
         flat, targets, weight = self.rows(outputs, targets)
         if flat.min() < 0 or flat.max() > 1:
             return -math.inf
-        share, y = weight.unsqueeze(-1) * self.observed(targets), _filled(targets)
+        share, y = weight.unsqueeze(-1) * self.observed(targets) * self.factors(targets), _filled(targets)
         losses = partial(binary_cross_entropy, target=y, weight=share, reduction="sum")
         constant = losses(((share * y).sum() / share.sum().clamp_min(1e-30)).expand_as(flat))
-        loss = torch.minimum(constant, -(share * self.entries(flat, y)).sum())
+        loss = torch.minimum(constant, -(share * logsigmoid((2 * y - 1) * flat)).sum())
         return float(loss - losses(flat))
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
         sign = 2 * targets - 1
         gradient = -sign * (-sign * outputs).sigmoid()  # no cancellation where p is close to y
-        return gradient.where(self.observed(targets), 0.0)
+        return (self.factors(targets) * gradient).where(self.observed(targets), 0.0)
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """``√(p (1 - p))``."""
-        return (0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp()
+        """``√(p (1 - p))``, by default that of new targets; else times ``√pos_weight`` where they are one."""
+        root = (0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp()
+        return root if targets is None else root * self.factors(targets).sqrt()
 
     def output_curvature(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> OutputCurvature:
         """``diag w p (1 - p)``; zero for entries that were not observed."""
-        scales = weight.unsqueeze(-1) * self.observed(targets) * self.root_diagonal(outputs).square()
+        scales = weight.unsqueeze(-1) * self.observed(targets) * self.root_diagonal(outputs, targets).square()
         return OutputCurvature(scales, scales, coupled=False)
+
+    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Zeros and ones ``[..., C]``; UnsupportedError with ``pos_weight``, where drawn gradients are others."""
+        if self.pos_weight is not None:
+            what, fix = "Labels with pos_weight cannot be drawn.", 'Use the exact curvature: backend="native".'
+            raise UnsupportedError(what, got=repr(self), fix=fix)
+        return self.sample(outputs, generator=generator)
 
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
         """Bernoulli distributions with batch shape ``[..., C]``."""
@@ -246,6 +289,7 @@ class Poisson(Elementwise):
 
     Args:
         output_axis: The axis of the log-rates in the network's output, and of their targets.
+        weighted: Whether targets come with weights; see :class:`~laplace_plus.Likelihood`.
 
     Example:
         >>> Poisson().log_density(torch.zeros(1, 1), torch.tensor([[0.0]]))
@@ -253,6 +297,7 @@ class Poisson(Elementwise):
     """
 
     output_axis: int = -1
+    weighted: bool = False
     config_name = "poisson"
     links = ("exact", "mc")
     scales = (

@@ -54,6 +54,7 @@ class Gaussian(RealTargets):
     Args:
         noise_std: ``σ``: one number for all outputs, or one for each, ``[C]``.
         output_axis: The axis of the outputs in the network's output, and of their targets.
+        weighted: Whether targets come with weights; see :class:`~laplace_plus.Likelihood`.
 
     Raises:
         ConfigurationError: If ``σ`` is not positive and finite.
@@ -65,15 +66,15 @@ class Gaussian(RealTargets):
 
     is_gaussian = True
 
-    def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1):
+    def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1, weighted: bool = False):
         with torch.inference_mode(False):  # tensors made in inference mode cannot be differentiated later
             self._noise_std = _checked_noise(noise_std).detach().clone()
         self.n_noise = self._noise_std.numel()  # 1, or C for one noise level per output
-        self.output_axis = output_axis
+        self.output_axis, self.weighted = output_axis, weighted
 
     def __repr__(self) -> str:
         axis = "" if self.output_axis == -1 else f", output_axis={self.output_axis}"
-        return f"Gaussian(noise_std={self._noise_std.tolist()}{axis})"
+        return f"Gaussian(noise_std={self._noise_std.tolist()}{axis}{', weighted=True' * self.weighted})"
 
     @property
     def noise_std(self) -> Tensor:
@@ -82,7 +83,7 @@ class Gaussian(RealTargets):
 
     def with_noise(self, noise_std: float | Tensor) -> Gaussian:
         """The same likelihood with another noise, of one level or ``[C]``."""
-        return Gaussian(noise_std, output_axis=self.output_axis)
+        return Gaussian(noise_std, output_axis=self.output_axis, weighted=self.weighted)
 
     def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
         """``1/σ²``, ``[K]`` ``float64``, differentiable in ``noise_std``."""
@@ -152,8 +153,9 @@ class Gaussian(RealTargets):
         return MultivariateNormal(found.mean, scale_tril=found.variance.sqrt().unsqueeze(-1), validate_args=False)
 
     def config(self) -> dict[str, Any]:
-        """``{"name": "gaussian", "noise_std": …, "output_axis": …}``."""
-        return {"name": "gaussian", "noise_std": self._noise_std.tolist(), "output_axis": self.output_axis}
+        """``{"name": "gaussian", "noise_std": …, "output_axis": …, "weighted": …}``."""
+        options = {"output_axis": self.output_axis, "weighted": self.weighted}
+        return {"name": "gaussian", "noise_std": self._noise_std.tolist(), **options}
 
 
 @final
@@ -166,6 +168,7 @@ class HeteroscedasticGaussian(RealTargets):
 
     Args:
         output_axis: The axis of the outputs in the network's output, and of their targets.
+        weighted: Whether targets come with weights; see :class:`~laplace_plus.Likelihood`.
 
     Example:
         >>> HeteroscedasticGaussian().output_root(torch.zeros(1, 2), torch.zeros(1, 1)).square()
@@ -174,6 +177,7 @@ class HeteroscedasticGaussian(RealTargets):
     """
 
     output_axis: int = LAST_AXIS
+    weighted: bool = False
     config_name = "heteroscedastic_gaussian"
     scales = (
         "variances or deviations",
@@ -239,6 +243,7 @@ class GivenNoise(RealTargets):
 
     Args:
         new_noise_std: The standard deviation of targets that come without one, such as those that are predicted.
+        weighted: Whether targets come with weights, ``(x, ((y, s), w))``; see :class:`~laplace_plus.Likelihood`.
 
     Raises:
         ConfigurationError: If it is not positive and finite.
@@ -249,6 +254,7 @@ class GivenNoise(RealTargets):
     """
 
     new_noise_std: float
+    weighted: bool = False
     config_name = "given_noise"
     hint = "Give (y, s) with s > 0 for each of the outputs."
 

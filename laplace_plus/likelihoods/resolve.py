@@ -43,6 +43,7 @@ class LogDensity(Likelihood):
         couples_rows: Whether rows depend on each other, as in rankings and Cox's partial likelihood: the function's
             value ``[N]``, or 0-d, is summed to the log-density of the batch, which is one observation.
         positive_part: Whether the curvature is the positive part of a Hessian that need not be positive semi-definite.
+        weighted: Whether targets come with weights; see :class:`~laplace_plus.Likelihood`.
 
     Raises:
         ConfigurationError: A distribution of single rows that depend on each other.
@@ -61,9 +62,10 @@ class LogDensity(Likelihood):
         output_axis: int = LAST_AXIS,
         couples_rows: bool = False,
         positive_part: bool = False,
+        weighted: bool = False,
     ):
         self._function, self._distribution, self.output_axis = function, distribution, output_axis
-        self.couples_rows, self.positive_part = couples_rows, positive_part
+        self.couples_rows, self.positive_part, self.weighted = couples_rows, positive_part, weighted
         if couples_rows and distribution is not None:
             what, got = "Rows that depend on each other have no distribution each.", "couples_rows=True"
             raise ConfigurationError(what, expected="one of distribution= and couples_rows=True", got=got)
@@ -133,7 +135,7 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
 
     Example:
         >>> likelihood_from_config(Categorical(ignore_index=255).config())
-        Categorical(ignore_index=255, output_axis=-1, weight=None, label_smoothing=0.0)
+        Categorical(ignore_index=255, output_axis=-1, weight=None, label_smoothing=0.0, weighted=False)
     """
     options = dict(config)
     name = options.pop("name", None)

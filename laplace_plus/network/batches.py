@@ -3,7 +3,7 @@
 A loader is any iterable of batches. A batch is one of
 
 * ``(x, y)``, ``((x1, x2), y)``, ``({"a": ..., "b": ...}, y)`` or flat ``(x1, x2, ..., y)``: the last entry is the
-  target;
+  target, or the pair ``(y, w)`` of targets and their weights;
 * a mapping with the target under one of :data:`TARGET_KEYS`, such as a Hugging Face ``BatchEncoding``.
 
 Inputs are trees: tensors in nested tuples, lists, named tuples and mappings. Everything else in them, including a

@@ -232,8 +232,8 @@ def settle(network: Network, inputs: Any) -> None:
 
 def mean_loss(likelihood: Likelihood, outputs: Tensor, target: Any) -> Tensor:
     """The mean negative log-likelihood of a batch's targets that count, 0-d."""
-    rows, targets, weight = likelihood.rows(outputs, target)
-    return -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
+    count = likelihood.rows(outputs, target)[2].sum()
+    return -likelihood.log_densities(outputs, target).sum() / torch.where(count > 0, count, 1.0)
 
 
 def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -247,8 +247,7 @@ def loss_gradient(network: Network, likelihood: Likelihood, batch: Batch, vector
     """The gradient ``[P]`` of a batch's negative log-likelihood at ``vector``, with its graph, and the leaf of that."""
     point, outputs = evaluate(network, vector, batch.inputs)
     with torch.enable_grad():
-        rows, targets, weight = likelihood.rows(outputs, batch.target)
-        loss = -(likelihood.log_density(rows, targets) * weight).sum()
+        loss = -likelihood.log_densities(outputs, batch.target).sum()
         if not loss.requires_grad:  # the selected parameters are not used
             return torch.zeros_like(point), point
         (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)

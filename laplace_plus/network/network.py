@@ -264,6 +264,12 @@ class Network:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
             fix = "Look at the error above this one, and call the model on such a batch yourself."
+            if isinstance(inputs, tuple):  # (x, y, w) or (x, y, index): all but the last entry were taken for inputs
+                fix += " The last of a batch's entries is its target. Weights w of examples come with theirs, as (x, "
+                fix += (
+                    "(y, w)), and with weighted=True in the likelihood, such as lp.Categorical(weighted=True). Leave "
+                )
+                fix += "an index out: [(x, y) for x, y, index in loader]."
             raise InputError(what, expected=expected, got=batches.describe(inputs), fix=fix) from error
         seen = getattr(watch, "seen", ())
         if not seen:

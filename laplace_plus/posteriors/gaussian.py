@@ -128,7 +128,7 @@ class GaussianPosterior(Posterior):
         add = self.backend.accumulate if accumulate is None else accumulate
         with suppress(EmptyDataError) if reduce is not None else nullcontext():
             for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
-                if separate and curvature is None and getattr(batch.target, "ndim", 1) > 1:
+                if separate and curvature is None and getattr(self.likelihood.separate(batch.target)[0], "ndim", 1) > 1:
                     self._separate_noise(self.network.forward(batch.inputs).shape[-1])
                 curvature, outputs = add(
                     curvature, self.network, self.likelihood, batch, self.structure, generator=generator

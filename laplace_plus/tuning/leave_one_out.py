@@ -45,7 +45,7 @@ from laplace_plus.tuning.laplace import (
     survey,
     unknown_training_prior,
 )
-from laplace_plus.tuning.validation import checked_grid, grid_settled
+from laplace_plus.tuning.validation import checked_grid, grid_settled, weighted_sum
 
 LEVELS = 31
 """Points of the coarse grid, from 1e-4 to 1e6 times the precision of training: three for each decade."""
@@ -105,11 +105,11 @@ class LeaveOneOutPredictions:
 
     def log_prob(self, **options: Any) -> Tensor:
         """``log p(yₙ | D₋ₙ)`` in nats, ``[N, *]``, 0 for ignored targets; options as for :meth:`predictive`."""
-        return self.predictive(**options).log_prob(self.targets)
+        return self.predictive(**options).log_prob(self.likelihood.separate(self.targets)[0])
 
     def nll(self, **options: Any) -> Tensor:
-        """Minus the mean of :meth:`log_prob` over targets that are not ignored, 0-d float64, in nats."""
-        return -self.log_prob(**options).sum().double() / self.n_rows
+        """Minus the mean of :meth:`log_prob` over targets that are not ignored, by weights, 0-d float64, in nats."""
+        return -weighted_sum(self.log_prob(**options), self.likelihood.separate(self.targets)[1]) / self.n_rows
 
     @property
     def n_rows(self) -> float:
@@ -118,8 +118,7 @@ class LeaveOneOutPredictions:
 
     def training_nll(self) -> Tensor:
         """The network's own mean loss ``−log p(yₙ|f)`` over targets that are not ignored, 0-d float64, in nats."""
-        flat, targets, weight = self.likelihood.rows(self.outputs, self.targets)
-        return -(self.likelihood.log_density(flat, targets) * weight).sum() / weight.sum()
+        return -self.likelihood.log_densities(self.outputs, self.targets).sum() / self.n_rows
 
 
 def leave_one_out(
@@ -189,6 +188,9 @@ def require_leave_one_out(posterior: Any) -> None:
     if "leave_one_out" not in posterior.tuners:
         what, fix = f"{type(posterior).__name__} has no leave-one-out predictions.", "Compare held-out predictions."
         raise UnsupportedError(what, expected="a Gaussian posterior that lp.LeaveOneOut can tune", fix=fix)
+    if posterior.likelihood.weighted:
+        what, fix = "Data with weights are not left out.", "Tune by marginal likelihood, or on held-out data."
+        raise UnsupportedError(what, got=repr(posterior.likelihood), fix=fix)
     if posterior.predictive_mean != "network":
         what = "Leave-one-out displaces the network's own outputs."
         raise UnsupportedError(what, got=posterior.predictive_mean, fix='Set predictive_mean = "network".')

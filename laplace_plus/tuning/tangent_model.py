@@ -147,7 +147,7 @@ class TangentModel:
         scale = self.likelihood.curvature_weights()[self.likelihood.output_groups(flat.shape[-1])].to(flat)
         gradient = self.likelihood.gradient(flat, targets)
         # Ignored observations have placeholder targets, and 0 · inf would not be zero.
-        return torch.where(weight[:, None] > 0, gradient * scale, 0.0).view(outputs.shape)
+        return torch.where(weight[:, None] > 0, gradient * scale * weight[:, None], 0.0).view(outputs.shape)
 
 
 @dataclass(frozen=True)

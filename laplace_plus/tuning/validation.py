@@ -21,6 +21,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, warn
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.base import spread
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import iterate
 from laplace_plus.predictive import Prediction, from_functional
@@ -47,7 +48,7 @@ class Validation:
         data: Held-out batches.
         grid: Precisions to try, positive; factors where the present precision has several entries. By default 21 from
             1e-4 to 1e6. Of a posterior with ``tunables()``, values of the last of these.
-        loss: Maps a prediction and targets to losses, one for each datum (or their sum); by default
+        loss: Maps a prediction and targets to losses, one for each datum (or, without weights, their sum); by default
             ``−log p(y|x, D)``.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
@@ -126,9 +127,19 @@ class Validation:
                         outputs = prediction.functional_mean
                         posterior.likelihood.validate(outputs, batch.target)
                         count += float(posterior.likelihood.rows(outputs, batch.target)[2].sum())
-                    totals[number] += loss(prediction, batch.target).double().sum().cpu()
+                        target, weight = posterior.likelihood.separate(batch.target)
+                    totals[number] += weighted_sum(loss(prediction, target), weight)
         losses = totals / count  # NaN where all targets are ignored
         return torch.where(torch.isfinite(losses), losses, torch.inf)
+
+
+def weighted_sum(values: Tensor, weight: Tensor | None) -> Tensor:
+    """``Σ w v`` of values ``[B, *]``, float64 on the CPU; weights ``[B]`` or ``[B, *]``, None for ones."""
+    if weight is not None:
+        lead = values.shape[: weight.dim()]
+        checks.shape("The weights of the losses", weight, lead, "Let the loss return one number for each datum.")
+        values = values * spread(weight, values.shape).to(values)
+    return values.double().sum().cpu()
 
 
 class _Precisions:
@@ -194,7 +205,8 @@ class _Settings:
                 setattr(candidate, name, value)
             found = candidate.predictive(inputs, generator=torch.Generator().manual_seed(seed), **self._options)
             for likelihood in self.likelihoods:
-                yield found if likelihood is self._posterior.likelihood else replace(found, likelihood=likelihood)
+                same, own = likelihood is self._posterior.likelihood, likelihood.of_new_targets or likelihood
+                yield found if same else replace(found, likelihood=own)
 
 
 def _at_noises(likelihood: Likelihood, log_noise: Tensor, shifts: Sequence[float]) -> list[Likelihood]:

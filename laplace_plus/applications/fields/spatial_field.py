@@ -155,7 +155,7 @@ class SpatialField(GaussianPosterior):
         def combine(values: Tensor) -> Tensor:
             likelihood.validate(values, batch.target)
             observed, targets, weight = likelihood.rows(values, batch.target)
-            return likelihood.output_root(observed, targets) * weight[:, None, None].to(values.dtype)
+            return likelihood.output_root(observed, targets) * weight.sqrt()[:, None, None].to(values.dtype)
 
         found = rows(network, batch.inputs, combine)
         inside = found.vertex < n - 1

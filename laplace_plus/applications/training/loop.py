@@ -186,6 +186,4 @@ def log_likelihood(likelihood: Likelihood, raw: Any, target: Any) -> Tensor:
     """``Σ log p(y | f)`` of a batch's rows that are not ignored, from what the model returns; differentiable."""
     outputs = likelihood.arrange(output_tensor(raw))
     likelihood.validate(outputs, target)
-    rows, targets, weights = likelihood.rows(outputs, target)
-    density = likelihood.log_density(rows, targets)
-    return torch.where(weights > 0, density, torch.zeros_like(density)).sum()
+    return likelihood.log_densities(outputs, target).sum()

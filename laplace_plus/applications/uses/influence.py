@@ -146,18 +146,19 @@ def _loss_gradient(posterior: GaussianPosterior, outputs: Tensor, targets: Tenso
     checks.shape("The network's output", outputs, [None, None])
     posterior.likelihood.require_own_rows("Rows that depend on each other have no influence each.")
     posterior.likelihood.validate(outputs, targets)
-    weight = posterior.likelihood.rows(outputs, targets)[2].to(outputs)
-    return posterior.likelihood.gradient(outputs, targets) / _noise(posterior, outputs) * weight[:, None]
+    rows, targets, weight = posterior.likelihood.rows(outputs, targets)
+    return posterior.likelihood.gradient(rows, targets) / _noise(posterior, outputs) * weight[:, None]
 
 
-def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Tensor, of: Scalar) -> Tensor:
+def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Any, of: Scalar) -> Tensor:
     posterior.likelihood.validate(outputs, targets)
+    targets = posterior.likelihood.separate(targets)[0]
     if callable(of):
         values = of(outputs, targets)
     elif checks.choice("of", of, ("loss", "logit")) == "loss":
         noise = posterior.likelihood.noise_std
         plain = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
-        values = -plain.log_density(outputs, targets)
+        values = -(plain.of_new_targets or plain).log_densities(outputs, targets)
     else:
         values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
     return checks.shape("The scalars", values, outputs.shape[:1])
@@ -183,7 +184,9 @@ def _products(
         if corrected:
             covariance = posterior.functional_posterior(inputs).covariance.double()
             noise = _noise(posterior, outputs).double()
-            root = posterior.likelihood.output_root(outputs, batch.target).double() / noise.sqrt()[:, None]
+            rows, targets, weight = posterior.likelihood.rows(outputs, batch.target)
+            root = posterior.likelihood.output_root(rows, targets).double() / noise.sqrt()[:, None]
+            root = root * weight.sqrt()[:, None, None]
             left = torch.eye(root.shape[-1]).to(root) - root.mT @ covariance @ root
             if not bool(torch.linalg.eigvalsh(left).min() > 0):
                 what, fix = "Leverages reach one, and the formula fails.", 'Take lp.Full, or method="linear".'

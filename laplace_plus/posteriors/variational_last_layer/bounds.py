@@ -117,11 +117,11 @@ class Regression:
     vectors: Tensor
     cross: Tensor
     squares: Tensor
-    size: int
+    size: float
     weights: Tensor
 
     @classmethod
-    def of(cls, gram: Tensor, cross: Tensor, squares: Tensor, size: int, weights: Tensor) -> Regression:
+    def of(cls, gram: Tensor, cross: Tensor, squares: Tensor, size: float, weights: Tensor) -> Regression:
         """Of ``ΦᵀΦ``, ``Φᵀr`` and ``Σ r²``."""
         values, vectors = torch.linalg.eigh(gram)
         return cls(values.clamp_min(0.0).unsqueeze(1), vectors, vectors.mT @ cross, squares, size, weights)
@@ -181,7 +181,7 @@ def expected_log_density(
     if bound == "exact":
         (center, log_variance), (spread, doubt) = mean.chunk(2, -1), variance.chunk(2, -1)
         squares = ((targets - center).square() + spread) * (doubt / 2 - log_variance).exp()
-        return -(log_variance + squares + LOG_2PI).sum(-1) / 2
+        return -(log_variance + squares + LOG_2PI).where(~targets.isnan(), 0.0).sum(-1) / 2
     nodes, weights = (torch.from_numpy(part).to(mean) for part in np.polynomial.hermite_e.hermegauss(20))
     if bound == "mc":
         assert noise is not None
@@ -192,13 +192,14 @@ def expected_log_density(
 
 
 class Bound(NamedTuple):
-    """The bound of rows, features ``[n, D]`` with targets, at ``μ [C, D]``, α and T.
+    """The bound of rows, features ``[n, D]`` with targets and weights ``[n]``, at ``μ [C, D]``, α and T.
 
     Without a precision, α is ``C·D / Σ (‖m_k − μ_k‖² + tr S_k)``, the best one.
     """
 
     features: Tensor
     targets: Tensor
+    shares: Tensor
     likelihood: Likelihood
     kind: str
     prior_mean: Tensor
@@ -217,14 +218,15 @@ class Bound(NamedTuple):
         alpha, size = self.best_precision(q), q.mean.numel()
         return (alpha * q.scatter(self.prior_mean) - size - size * alpha.log() - q.log_determinant()) / 2
 
-    def expected(self, q: Gaussians, first: int, features: Tensor, targets: Tensor) -> Tensor:
-        """``1/T Σ E_q[log p]`` over rows, of which ``first`` is the number of the first, 0-d."""
+    def expected(self, q: Gaussians, first: int, features: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+        """``1/T Σ w E_q[log p]`` over rows, of which ``first`` is the number of the first, 0-d."""
         noise, mean = None, features @ q.mean.mT
         if self.kind == "mc":
             generator = torch.Generator(mean.device).manual_seed((self.seed + first) % 2**63)
             noise = standard_normal((self.n_samples // 2, *mean.shape), like=mean, generator=generator)
         variance = q.pushed(features).square().sum(-1).mT
-        return expected_log_density(self.likelihood, self.kind, mean, variance, targets, noise).sum() / self.temperature
+        found = expected_log_density(self.likelihood, self.kind, mean, variance, targets, noise)
+        return shares @ found / self.temperature
 
     def value(self, gaussians: Callable[[], Gaussians], slope: bool = False) -> float:
         """``L`` in nats; with ``slope``, the gradient of −L goes to the leaves. One chunk's graph exists at a time."""
@@ -233,10 +235,9 @@ class Bound(NamedTuple):
             _ = slope and (-rest).backward()
             total, each = float(rest.detach()), 32 * len(q.mean) * (q.mean.shape[1] + 20 + self.n_samples)
             rows = max(1, _CHUNK_BYTES // each)
-            for number, (features, targets) in enumerate(
-                zip(self.features.split(rows), self.targets.split(rows), strict=True)
-            ):
-                found = self.expected(gaussians(), number * rows, features, targets)
+            parts = self.features.split(rows), self.targets.split(rows), self.shares.split(rows)
+            for number, part in enumerate(zip(*parts, strict=True)):
+                found = self.expected(gaussians(), number * rows, *part)
                 _ = slope and (-found).backward()
                 total += float(found.detach())
         return total

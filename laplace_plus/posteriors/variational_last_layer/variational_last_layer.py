@@ -151,19 +151,21 @@ class VariationalLastLayer(Posterior):
 
         Of regression all is in the state's sums.
         """
-        seen, count, doubts = DataSums(self.network.device), 0, Doubts(self.likelihood)
-        features, targets, total = list[Tensor](), list[Tensor](), list[Tensor]()
+        seen, count, doubts = DataSums(self.network.device), 0.0, Doubts(self.likelihood)
+        features, targets, shares, total = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: features"):
             seen.add(batch, batch_size(batch.target))
-            index, phi, y, outputs = _head_rows(self.network, self.likelihood, batch, doubts)
-            count += len(phi)
+            index, phi, y, outputs, share = _head_rows(self.network, self.likelihood, batch, doubts)
+            count += float(share.sum())
             if self.likelihood.is_gaussian:
-                residuals = y - phi @ _weights(self.network.vector(), index).mT
-                new = [phi.mT @ phi, phi.mT @ residuals, residuals.square().sum(0)]
+                checks.finite("A target that is observed in part", y, "Leave its row out, or take lp.Full.")
+                residuals, own = y - phi @ _weights(self.network.vector(), index).mT, share[:, None] * phi
+                new = [phi.mT @ own, own.mT @ residuals, share @ residuals.square()]
             else:
-                new = [self._curvature(phi, outputs, y)]
+                new = [self._curvature(phi, outputs, y, share)]
                 features.append(phi)
                 targets.append(y)
+                shares.append(share)
             total = [*map(add, total, new)] if total else new
         if not count:
             raise zero_curvature(self)
@@ -173,18 +175,19 @@ class VariationalLastLayer(Posterior):
             gram, cross, squares = total
             sums = Regression.of(gram, cross, squares, count, _weights(state.mean, index))
             return replace(state, sums=sums), None, None
-        return state, (torch.cat(features), torch.cat(targets)), total[0]
+        return state, (torch.cat(features), torch.cat(targets), torch.cat(shares)), total[0]
 
-    def _curvature(self, features: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
+    def _curvature(self, features: Tensor, outputs: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+        """``Σ_n w_n Λ_n,kk φφᵀ [C, D, D]``, or its diagonal ``[C, D]``."""
         known = self.likelihood.output_curvature(outputs, targets, torch.ones_like(outputs[:, 0]))
         each = known.diagonal if known else self.likelihood.output_root(outputs, targets).square().sum(-1)
+        each = share[:, None] * each
         columns = each.detach().clamp_min(0.0).mT.unsqueeze(-1)  # [C, n, 1]
         if not self.is_dense:
             return (columns * features.square()).sum(1)
         return torch.stack([(own * features).mT @ features for own in columns])
 
-    def _bound(self, state: LastLayer, rows: tuple[Tensor, Tensor], alpha: Tensor | None) -> Bound:
+    def _bound(self, state: LastLayer, rows: tuple[Tensor, Tensor, Tensor], alpha: Tensor | None) -> Bound:
         prior_mean, heat = _weights(self._prior_mean.expand(self.n_parameters), state.index), float(self._temperature)
         keeps, seed = self.keeps_mean, state.seed
         return Bound(*rows, self.likelihood, self._kind, prior_mean, alpha, heat, self.n_samples, keeps, seed)
@@ -231,7 +234,7 @@ class VariationalLastLayer(Posterior):
         bound = self._bound(self.state, self._again(data), self._prior_precision.detach().double())
         return torch.tensor(bound.value(lambda: self.state.searched), dtype=torch.float64)
 
-    def _again(self, data: Iterable[Any] | None, *, progress: bool = False) -> tuple[Tensor, Tensor]:
+    def _again(self, data: Iterable[Any] | None, *, progress: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         data = self.training_data.again(data, "The bound of a last layer passes over the data.")
         now, rows, _ = self._pass_over(data, progress=progress)
         require_same_data("the fit", (self.n_data, self.state.data_sum), (now.n_data, now.data_sum))
@@ -309,7 +312,7 @@ def _head_features(network: Network, capture: Capture) -> tuple[Tensor, Tensor]:
 
 
 def _head_rows(network: Network, likelihood: Likelihood, batch: Batch, doubts: Doubts) -> tuple[Tensor, ...]:
-    """The index, features ``[n, D]``, targets and outputs ``[n, C]`` of a batch, without rows that are ignored."""
+    """The index, features ``[n, D]``, targets, outputs ``[n, C]`` and weights of rows that are not ignored."""
     capture = capture_batch(network, batch)
     outputs = capture.outputs.view(capture.output_shape)
     likelihood.validate(outputs, batch.target)
@@ -318,7 +321,7 @@ def _head_rows(network: Network, likelihood: Likelihood, batch: Batch, doubts: D
     rows, targets, weights = likelihood.rows(outputs, batch.target)
     targets = targets.double() if targets.is_floating_point() else targets
     used = weights > 0
-    return index, features.detach()[used], targets[used], rows.detach().double()[used]
+    return index, features.detach()[used], targets[used], rows.detach().double()[used], weights.double()[used]
 
 
 def _weights(vector: Tensor, index: Tensor) -> Tensor:
