@@ -16,6 +16,28 @@ PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
 """Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
 
 
+LARGEST = 2**32
+"""Most entries of a matrix that is written out: 65 536 × 65 536, 16 GiB in float32."""
+
+
+def zeros(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+    """Zeros ``[rows, columns]`` for a matrix that is written out, of a tensor's type and where it is.
+
+    :class:`ConfigurationError` beyond :data:`LARGEST` entries, or where there is no memory for them.
+    """
+    try:
+        if rows * columns > LARGEST:
+            raise MemoryError
+        return like.new_zeros(rows, columns)
+    except (MemoryError, RuntimeError):  # of torch's allocators
+        size = rows * columns * like.element_size() / 2**30
+        what, got = f"{name} cannot be written out.", f"{rows} × {columns}, {size:,.0f} GiB"
+        expected = "a matrix that fits into memory, of at most 2³² entries"
+        fix = 'Select fewer parameters, such as parameters="last_layer", or ask for products, samples or variances: '
+        fix += "posterior.variance(), sample(n), functional_posterior(x)."
+        raise ConfigurationError(what, expected=expected, got=got, fix=fix) from None
+
+
 def count(name: str, value: Any, least: int = 1, fix: str | None = None) -> int:
     """``value``, or :class:`ConfigurationError` unless it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -64,6 +86,7 @@ def finite(name: str, value: Tensor, fix: str = "Check inputs and weights; half 
         bad = int((~torch.isfinite(value)).sum())
         if bad:
             got = f"{bad} of {value.numel()} entries NaN or infinite"
+            fix += " Mask logits by torch.finfo(logits.dtype).min, not −inf." * bool((value == -math.inf).any())
             raise NonFiniteError(f"{name} is not finite.", expected="finite numbers", got=got, fix=fix)
     return value
 

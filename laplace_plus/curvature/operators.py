@@ -134,7 +134,7 @@ class _RowOperator(NetworkOperator):
     @override
     def dense(self) -> Tensor:
         """The rows ``[m, n]``: as each belongs to one example, by as many cotangents as an example has rows."""
-        result = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        result = checks.zeros("The operator", *self.shape, torch.empty(0, dtype=self.dtype, device=self.device))
         start = first_row = 0
         with exact_arithmetic(self.network):
             for batch in self._stream.batches(type(self).__name__, ordered=True):

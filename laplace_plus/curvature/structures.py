@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import DataError
+from laplace_plus import checks
+from laplace_plus.errors import DataError, warn
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network
 from laplace_plus.structured import (
@@ -26,6 +27,9 @@ from laplace_plus.structured import (
 )
 from laplace_plus.structured.gram_sum import gram_sum
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, MATRIX, Layout
+
+LARGE = 8192
+"""Rows of a dense matrix from which a fit says what costs less: decomposing one takes minutes on a CPU."""
 
 DENSE_OUTPUTS = 4096
 """With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise.
@@ -73,10 +77,18 @@ class Structure(ABC):
             is_last: Whether the layout's rows are the network's outputs.
         """
         groups, rows, columns = layout.shape
+        if rows * columns >= LARGE:
+            cheaper = 'lp.KFAC, lp.Diagonal or parameters="last_layer"'
+            _warn_of_size(f"One dense matrix over {', '.join(layout.names[:3])}", rows * columns, cheaper)
         sums = []
         for _ in range(n_components):
             sums.append(GramSum(groups, rows * columns, dtype=dtype, device=gradients.device))
         return DenseBlock(sums, layout.shape)
+
+
+def _warn_of_size(what: str, size: int, cheaper: str) -> None:
+    message = f"{what} is {size:,} × {size:,}: with as many rows of data (examples times outputs or positions), adding "
+    warn(message + f"them up and its decomposition take on the order of {size:,}³ operations. Cheaper: {cheaper}.")
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,10 @@ class KroneckerStructure(Structure):
             if layout.rule == CHANNELS or layout.n_entries <= self.dense_limit:
                 return super().create(layout, gradients, n_components, dtype)
             return DiagonalBlock(torch.zeros(n_components, *layout.shape, **options))
+        wide = max(rows if rows <= self.dense_outputs or not is_last else 0, columns if layout.rule == MATRIX else 0)
+        if wide >= LARGE and self.factor_rank is None:
+            cheaper = 'lp.KFAC(..., factor_rank=100), lp.Diagonal or parameters="last_layer"'
+            _warn_of_size(f"A Kronecker factor of {layout.names[0]}", wide, cheaper)
         right: Any = torch.zeros(groups, columns, **options)
         if isinstance(gradients, OuterGradients):  # groups that share their input (attention's projections) share it
             right = gram_sum(gradients.right_shape[0], columns, self.factor_rank, **options)
@@ -219,11 +235,10 @@ class Curvature:
 
     def dense(self, weights: Tensor) -> Tensor:
         """The whole matrix written out at component weights ``[K]``, ``[P, P]``; only for small P."""
-        matrices = [(layout, block.dense(weights)) for layout, block in self]
-        total = sum(layout.n_entries for layout, _ in matrices)
-        result = matrices[0][1].new_zeros(total, total)
-        for layout, groups in matrices:
-            for positions, matrix in zip(layout.index.flatten(1).to(result.device), groups, strict=True):
+        total = sum(layout.n_entries for layout in self.layouts)
+        result = checks.zeros("The matrix of all parameters", total, total, weights)
+        for layout, block in self:
+            for positions, matrix in zip(layout.index.flatten(1).to(result.device), block.dense(weights), strict=True):
                 result[positions[:, None], positions] = matrix
         return result
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from laplace_plus.errors import warn
+from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
 from laplace_plus.posteriors import Posterior, get_posterior
 
 
@@ -69,3 +72,19 @@ def fitted(
     """A posterior, tuned by the library's default."""
     cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
     return cls(model, likelihood, **options).fit(data, generator=generator).fit_prior_precision(generator=generator)
+
+
+def as_trained(likelihood: Any, **options: Any) -> Likelihood:
+    """A likelihood with the options of :class:`~laplace_plus.Categorical` that the loss of training had.
+
+    One that is given by its name takes them over; with one that has others, or none of them, a warning says so.
+    """
+    known = resolve_likelihood(likelihood)
+    if isinstance(known, Categorical) and isinstance(likelihood, str):
+        return replace(known, **options)
+    wanted, default = replace(Categorical(), **options), Categorical()
+    others = [name for name in options if getattr(wanted, name) != getattr(known, name, getattr(default, name))]
+    if others:
+        told = ", ".join(f"{name}={getattr(wanted, name)}" for name in others)
+        warn(f"The loss of training had {told}, and the posterior's likelihood is {known!r}.")
+    return known

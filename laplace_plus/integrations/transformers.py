@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from laplace_plus.applications.through import Through, through
 from laplace_plus.errors import DataError, UnsupportedError
-from laplace_plus.integrations.training import fitted
+from laplace_plus.integrations.training import as_trained, fitted
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.posteriors import Posterior
@@ -48,7 +48,8 @@ class LaplaceCallback(TrainerCallback):
     """Fits and tunes a posterior when training ends, and saves it beside the model.
 
     The model and the global random state stay as they are. With ``load_best_model_at_end`` it is the posterior of the
-    best model. Labels of causal models are shifted.
+    best model. Labels of causal models are shifted. The trainer's ``label_smoothing_factor`` is taken over by a
+    likelihood that is given by its name; a loss of your own (``compute_loss_func``) is not seen.
 
     Args:
         likelihood: As for every posterior.
@@ -96,6 +97,8 @@ class LaplaceCallback(TrainerCallback):
         is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         data = ShiftedLabels(data) if is_causal and not isinstance(data, ShiftedLabels) else data
         cls, likelihood, options = self._arguments
+        if args.label_smoothing_factor:
+            likelihood = as_trained(likelihood, label_smoothing=float(args.label_smoothing_factor))
         with torch.random.fork_rng():
             self.posterior = fitted(cls, model, likelihood, data, **options)
         if self._folder is not None:

@@ -92,6 +92,9 @@ _SMALL = 4e-4
 """Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the top, d the variance of the difference from it, for second
 order: no probability of 10 000 rows was off by 1e-4 then, nor its logarithm by 1e-2."""
 
+_MASKED = 5e3
+"""Logits so far below the largest are masks, as of half precision: −1e4, −65504."""
+
 _LARGEST_WEIGHT = 0.45
 """Bound of a class's weight in the fit of independent variances. Mean KL to the truth was .0027, without it .0032."""
 
@@ -290,11 +293,13 @@ def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
 def centring_weights(mean: Tensor) -> Tensor:
     """Weights ``w [..., C]`` of the classes for :func:`independent_variances`: more for those that may win.
 
-    They sum to one. None of three or more classes reaches ½, where that problem has no stable solution in O(C).
+    They sum to one. None of three or more classes reaches ½, where that problem has no stable solution in O(C). Masked
+    classes, too far below the top to be reached, have no weight.
     """
-    size = mean.shape[-1]
-    share = max(0.0, (_LARGEST_WEIGHT - 1 / size) / (1 - 1 / size)) if size > 1 else 0.0
-    return share * (mean / 2).softmax(-1) + (1 - share) / size
+    open_ = mean > mean.amax(-1, keepdim=True) - _MASKED
+    count = open_.sum(-1, keepdim=True).to(mean.dtype)
+    share = ((_LARGEST_WEIGHT - 1 / count) / (1 - 1 / count).clamp_min(0.5)).clamp_min(0.0)
+    return share * (mean / 2).softmax(-1) + (1 - share) / count * open_
 
 
 def independent_variances(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -314,10 +319,11 @@ def independent_variances(mean: Tensor, covariance: Tensor) -> Tensor:
     r = centred + (w * centred).sum(-1, keepdim=True)
     if mean.shape[-1] < 3:  # noqa: PLR2004 - only the sum V_12 of two matters
         return (r.sum(-1, keepdim=True) / 2).clamp_min(0.0).expand_as(mean)
-    slope = (1 - 2 * w).reciprocal()
+    few = w.amax(-1, keepdim=True) >= 0.5  # noqa: PLR2004 - all but one or two are masked, of which r knows the sum
+    slope = torch.where(few, 1.0, 1 - 2 * w).reciprocal()
     weight = w * slope
     total = (weight * r).sum(-1, keepdim=True) / (1 + weight.sum(-1, keepdim=True))
-    fitted = slope * (r - total)
+    fitted = torch.where(few, r, slope * (r - total))
     return torch.where(fitted < 0, 0.0, fitted)  # unlike clamp, differentiable at zero
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus import checks
 from laplace_plus.errors import OperatorError
 
 _CHUNK_ENTRIES = 2**24
@@ -100,6 +101,7 @@ class Operator(ABC):
 
     def dense(self) -> Tensor:
         """The matrix ``[m, n]``, from ``min(m, n)`` products unless the structure gives the entries; differentiable."""
+        checks.zeros("The operator", *self.shape, torch.empty(0, dtype=self.dtype, device=self.device))
         size, wide, rows = min(self.shape), self.shape[0] < self.shape[1], []
         for some in torch.arange(size, device=self.device).split(max(1, _CHUNK_ENTRIES // max(self.shape))):
             unit = torch.zeros(len(some), size, dtype=self.dtype, device=self.device)

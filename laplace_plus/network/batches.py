@@ -81,6 +81,11 @@ def split(item: Any) -> Batch:
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         expected = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
         fix = "let the loader yield batches (a DataLoader collates examples), or rename the target's key"
+        if any(cls.__module__.startswith("torch_geometric") for cls in type(item).__mro__):
+            fix = (
+                "give the posterior network = GraphNetwork(model), of whole graphs GraphNetwork(model, level='graph'), "
+            )
+            fix += "and fit to GraphLoader(loader, network); both are in laplace_plus.integrations.torch_geometric"
         raise DataError("A batch has no tensor as its target.", expected=expected, got=describe(item), fix=fix)
     return Batch(inputs, target)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dis import opname
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import (
+    NETWORK_ERRORS,
+    ConfigurationError,
+    DataError,
+    InputError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from laplace_plus.network import batches
 from laplace_plus.network.differentiability import eager
 from laplace_plus.network.example_gradients import per_example_gradients
@@ -234,7 +242,7 @@ class Network:
     def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None, mode: Any = None) -> Any:
         """What the model returns, with some parameters substituted, watched by a function mode.
 
-        InputError: The network fails on these inputs.
+        InputError: An operation fails on these inputs. What the network's own code raises comes out as it is.
         """
         tensors, apart = dict[int, Tensor](), dict[tuple[int, str], Tensor]()
         for name, value in (parameters or {}).items():
@@ -262,6 +270,9 @@ class Network:
         except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if _is_raised(error):
+                error.add_note(f"Raised by the network on a batch {batches.describe(inputs)}.")
+                raise
             what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
             fix = "Look at the error above this one, and call the model on such a batch yourself."
             if isinstance(inputs, tuple):  # (x, y, w) or (x, y, index): all but the last entry were taken for inputs
@@ -308,7 +319,7 @@ class Network:
                     warnings.filterwarnings("ignore", message="There is a performance drop")
                     mapped = torch.vmap(lambda own: self(inputs, own), chunk_size=_TOGETHER)
                     return [*mapped(stacked)]
-            except InputError:  # some operation that cannot be batched
+            except NETWORK_ERRORS:  # some operation that cannot be batched
                 pass
         sets = zip(*map(Tensor.unbind, (own.detach() for own in stacked.values())), strict=True)
         with torch.enable_grad():  # as in forward
@@ -371,6 +382,15 @@ class Network:
                 except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                     found.append((name, id(tensor)))
         return found + adapters
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether an error comes from a ``raise`` of code other than torch's: the user's own word on the inputs."""
+    trace: Any = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame, operation = trace.tb_frame, opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return operation == "RAISE_VARARGS" and not frame.f_globals.get("__name__", "").startswith("torch.")
 
 
 class _OwnTensors(TorchFunctionMode):

@@ -183,6 +183,8 @@ class GaussianPosterior(Posterior):
     ) -> None:
         """Add the data to the corrected eigenvalues, in place."""
         values = [b.corrected for _, b in curvature if isinstance(b, KroneckerBlock) and b.corrected is not None]
+        if not values:  # no Kronecker product among the blocks
+            return
         before = [own.clone() for own in values]
         for own in values if reduce is not None else ():
             own.zero_()
@@ -289,7 +291,7 @@ class GaussianPosterior(Posterior):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         checks.count("n", n)
         model, factors = self.laplace_model(), self.factors()
-        result = model.vector.expand(n, -1).clone()
+        result = checks.zeros("The matrix of samples", n, len(model.vector), model.vector).add_(model.vector)
         for key, placement in model.parameter_slices.items():
             add_draws_(result, factors[key], placement, generator)
         return result
@@ -394,13 +396,14 @@ class GaussianPosterior(Posterior):
         """The posterior precision ``(H/T + P₀) / s`` written out, ``[P, P]``; only for small P."""
         model = self.laplace_model()
         weights = (model.weights() / self._temperature.to(model.vector.device)).to(model.vector)
-        precision = model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
+        precision = model.curvature.dense(weights)
+        precision.diagonal().add_(self.prior().vector().to(model.vector))
         return precision / self.covariance_scale
 
     @full_precision
     def covariance_matrix(self) -> Tensor:
         """The posterior covariance written out, ``[P, P]``; only for small P."""
-        total = torch.zeros(self.n_parameters, self.n_parameters, dtype=self.mean.dtype, device=self.mean.device)
+        total = checks.zeros("The covariance matrix", self.n_parameters, self.n_parameters, self.mean)
         factors = self.factors()
         for layout, _ in self.laplace_model().curvature:
             for group, matrix in enumerate(factors[layout.key].covariance()):

@@ -126,7 +126,7 @@ class DiagonalSWAG:
         moving = copy.deepcopy(network.model).train().requires_grad_(False)
         for module in moving.modules():
             if getattr(module, "sparse", False) is True:  # of an embedding: sparse gradients have few operations
-                module.sparse = False
+                module.sparse = False  # type: ignore[assignment]
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
         rates: Any = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
         optimizer, moments = torch.optim.SGD([vector], **rates), PathMoments.none(network.vector())
@@ -349,5 +349,9 @@ class SWAG(Posterior):
     def covariance_matrix(self) -> Tensor:
         """The covariance written out, ``[P, P]``; only for small P."""
         self.require_fit()
-        deviations = self._deviations()
-        return torch.diag(self._variance()) + deviations.mT @ deviations
+        total, deviations = (
+            checks.zeros("The covariance", len(self.mean), len(self.mean), self.mean),
+            self._deviations(),
+        )
+        total.diagonal().add_(self._variance())
+        return total.addmm_(deviations.mT, deviations)

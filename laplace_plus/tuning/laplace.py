@@ -21,7 +21,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network, ambient_autocast
@@ -284,8 +284,10 @@ class FittedData:
         self.n_rows += counted
         self.n_entries += likelihood.n_terms(targets, weight, outputs.shape[-1])
 
-    def check(self) -> None:
+    def check(self, *, strict: bool = True) -> None:
         """Raise :class:`DataError` for other data than were fitted to, once all batches were added.
+
+        Unless ``strict``, as many examples of another log-likelihood are random augmentations: a warning says so.
 
         With outputs ``f`` of relative accuracy r and gradients g, ``−Σ log p`` has the accuracy ``r Σ |g f|`` in first
         order. A sum of squared errors has ``2 r Σ |g f| + r² Σ f²``.
@@ -295,7 +297,13 @@ class FittedData:
         # Log-densities are rounded on the scale of one. Squared errors have no such scale.
         rounding = 0.0 if likelihood.is_gaussian else accuracy * self.n_rows
         allowed = accuracy * (fitted.abs() + 2 * self._slope) + accuracy**2 * self._square + rounding
-        if self.n_examples != self._n_data or not bool(((self._statistics - fitted).abs() <= allowed).all()):
+        same = bool(((self._statistics - fitted).abs() <= allowed).all())
+        if not same and not strict and self.n_examples == self._n_data:
+            message = (
+                "The loader gives other inputs in each pass, as random augmentation does: the tuning is about those "
+            )
+            warn(message + "that it saw, the curvature about those of the fit. A loader without augmentation is exact.")
+        elif self.n_examples != self._n_data or not same:
             raise DataError(
                 "These are not the data that the posterior was fitted to.",
                 expected=f"{self._n_data} examples of log-likelihood {float(self._model.log_likelihood()):.6g}",
@@ -312,6 +320,7 @@ def survey(
     *,
     progress: bool = False,
     description: str = "training data",
+    strict: bool = True,
 ) -> FittedData:
     """Run the network once over data and check that they are those of the fit; arguments as :class:`FittedData`."""
     found = FittedData(model, network, n_data)
@@ -320,7 +329,7 @@ def survey(
         outputs = network.forward(batch.inputs)
         model.likelihood.validate(outputs, batch.target)
         found.add(outputs, batch.target)
-    found.check()
+    found.check(strict=strict)
     return found
 
 

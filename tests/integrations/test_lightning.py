@@ -144,3 +144,21 @@ def test_a_submodule_and_other_data(tmp_path):
 def test_what_cannot_be_fitted_is_refused(tmp_path):
     with pytest.raises(NotFittedError):
         LaplaceCallback("classification").predictor()
+
+
+class _Weighted(Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), label_smoothing=0.1)
+
+    def training_step(self, batch, index):
+        return self.loss(self(batch[0]), batch[1])
+
+
+def test_weights_and_smoothing_of_the_loss_are_those_of_the_likelihood(tmp_path):
+    callback = LaplaceCallback("classification", "Diagonal")
+    trainer(tmp_path, callback, max_epochs=1).fit(_Weighted(), loader())
+    assert callback.posterior.likelihood == lp.Categorical(weight=(1.0, 2.0), label_smoothing=0.1)
+    given = LaplaceCallback(lp.Categorical(weight=(1.0, 2.0)), "Diagonal")
+    with pytest.warns(UserWarning, match="had label_smoothing=0.1, and"):
+        trainer(tmp_path, given, max_epochs=1).fit(_Weighted(), loader())

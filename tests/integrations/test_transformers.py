@@ -110,3 +110,14 @@ def test_several_processes_are_refused_before_they_train():
 
     with pytest.raises(UnsupportedError, match="one process"):
         LaplaceCallback().on_train_begin(Arguments(), None, None)
+
+
+def test_the_smoothing_of_training_is_that_of_the_likelihood(tmp_path):
+    options = {"label_smoothing_factor": 0.2}
+    callback = LaplaceCallback(folder=None)
+    trainer(tmp_path, classifier(), examples(), callback, **options).train()
+    assert callback.posterior.likelihood == lp.Categorical(label_smoothing=0.2)
+    given = LaplaceCallback(lp.Categorical(), folder=None)
+    with pytest.warns(UserWarning, match="loss of training had label_smoothing=0.2"):
+        trainer(tmp_path, classifier(), examples(), given, **options).train()
+    assert given.posterior.likelihood == lp.Categorical()

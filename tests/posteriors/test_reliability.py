@@ -69,7 +69,7 @@ def test_forward_passes_that_write_to_the_weights_are_refused(posterior_class):
 
 
 SHORT = {
-    "the network fails": (InputError, "mine"),
+    "the network fails": (ValueError, "mine"),
     "a label is out of range": (LabelError, "class indices are out of range"),
     "an input is NaN": (NonFiniteError, "output is not finite"),
 }

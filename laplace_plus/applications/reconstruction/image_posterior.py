@@ -212,6 +212,7 @@ class ImagePosterior:
     def covariance(self) -> Tensor:
         """The posterior covariance of all pixels, ``[d_x, d_x]`` float64."""
         self.require_fit()
+        checks.zeros("The covariance of all pixels", self.image.numel(), self.image.numel(), self.image.double())
         return next(self._covariances([torch.arange(self.image.numel())]))
 
     @full_precision

@@ -1,0 +1,215 @@
+"""Networks that switch parts by batch, differentiate themselves, compute in complex numbers, or return tuples.
+
+Against the dense Gauss-Newton matrix of plain derivatives.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import laplace_plus as lp
+
+D = torch.float64
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Which rows belong"),
+    pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning"),
+]
+
+
+class Heads(nn.Module):
+    """Two of three heads, mixed by weights of the batch's task."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate = nn.Linear(3, 4), nn.Embedding(3, 2)
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x, task):
+        hidden, gate, t = torch.tanh(self.body(x)), self.gate(task).softmax(-1), int(task[0])
+        return gate[:, :1] * self.heads[t](hidden) + gate[:, 1:] * self.heads[(t + 1) % 3](hidden)
+
+
+class Residual(nn.Module):
+    """The residual of a differential equation, by second derivatives in the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            u = self.net(x)
+            (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+        return first[:, 1:] - second[:, :1] + u
+
+
+class Hamilton(nn.Module):
+    """A vector field from an energy, by torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(2, 5), nn.Softplus(), nn.Linear(5, 1))
+
+    def forward(self, x):
+        slope = torch.func.vmap(torch.func.grad(lambda z: self.energy(z).squeeze(-1)))(x)
+        return torch.stack([slope[:, 1], -slope[:, 0]], 1)
+
+
+class Spectral(nn.Module):
+    """A spectral convolution with complex weights, or with real ones that are read as complex."""
+
+    def __init__(self, is_complex):
+        super().__init__()
+        self.lift, self.out = nn.Linear(1, 2), nn.Linear(2, 2)
+        weight = torch.randn(2, 2, 3, 2, dtype=D) / 3
+        self.weight = nn.Parameter(torch.view_as_complex(weight) if is_complex else weight)
+
+    def forward(self, x):
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        v = self.lift(x[..., None]).movedim(-1, 1)
+        modes = torch.fft.rfft(v)
+        kept = torch.zeros_like(modes)
+        kept[..., :3] = torch.einsum("bim,iom->bom", modes[..., :3], weight)
+        return self.out(torch.tanh(torch.fft.irfft(kept, n=x.shape[-1]) + v).mean(-1))
+
+
+class Recommender(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = (nn.Embedding(n, 3, sparse=True, max_norm=1.0) for n in (6, 5))
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, user, item):
+        return self.out(torch.cat([self.users(user), self.items(item)], 1))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer or cell, or attention that returns its weights."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        options = {} if kind.endswith("Cell") else {"batch_first": True}
+        sizes = (4, 2) if kind == "MultiheadAttention" else (4, 3)
+        self.layer, self.out = getattr(nn, kind)(*sizes, **options), nn.Linear(sizes[-1] if sizes[-1] == 3 else 4, 2)
+
+    def forward(self, x):
+        if self.kind == "MultiheadAttention":
+            y, weights = self.layer(x, x, x, need_weights=True)
+            return self.out(y.mean(1)) + weights.square().mean((1, 2))[:, None]
+        if not self.kind.endswith("Cell"):
+            return self.out(self.layer(x)[0][:, -1])
+        state = None
+        for step in x.unbind(1):
+            state = self.layer(step, state)
+        return self.out(state[0] if isinstance(state, tuple) else state)
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=D)
+
+
+def cases():
+    torch.manual_seed(0)
+    users, items = torch.randint(0, 6, (8,)), torch.randint(0, 5, (8,))
+    labels = torch.arange(8) % 2
+    tasks = [((normal(4, 3), torch.full((4,), t)), labels[:4]) for t in (1, 0, 1)]
+    rows = [(normal(1, 3, 4), labels[k : k + 1]) for k in range(4)]
+    found = {
+        "heads": (Heads(), tasks),
+        "residual": (Residual(), [(normal(6, 2), normal(6, 1)) for _ in range(2)]),
+        "hamilton": (Hamilton(), [(normal(6, 2), normal(6, 2)) for _ in range(2)]),
+        "complex": (Spectral(True), [(normal(5, 8), normal(5, 2)) for _ in range(2)]),
+        "read as complex": (Spectral(False), [(normal(5, 8), normal(5, 2)) for _ in range(2)]),
+        "recommender": (Recommender(), [((users[:5], items[:5]), labels[:5]), ((users[5:], items[5:]), labels[5:])]),
+    }
+    for kind in ("GRU", "RNN", "LSTM", "LSTMCell", "GRUCell", "MultiheadAttention"):
+        found[kind] = Recurrent(kind), rows
+    return found
+
+
+NAMES = list(cases())
+
+
+def trained(name, parameter):
+    return not parameter.is_complex()
+
+
+def problem(name):
+    model, data = cases()[name]
+    likelihood = "classification" if data[0][1].dtype == torch.long else lp.Gaussian()
+    return model.double() if name != "complex" else _double(model), likelihood, data
+
+
+def _double(model):
+    model.lift.double(), model.out.double()
+    return model
+
+
+def dense(model, inputs):
+    """Outputs and their Jacobian in the real weights, by one plain backward pass for each output."""
+    model = copy.deepcopy(model).eval()
+    for module in model.modules():
+        module.sparse = False
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if trained(n, p)}
+    used = {name: leaf.clone() for name, leaf in leaves.items()}  # a largest norm writes to them
+    outputs = functional_call(model, used, inputs if isinstance(inputs, tuple) else (inputs,))
+    rows = []
+    for value in outputs.flatten():
+        found = torch.autograd.grad(value, [*leaves.values()], retain_graph=True, allow_unused=True)
+        pairs = zip(found, leaves.values(), strict=True)
+        rows.append(torch.cat([(torch.zeros_like(p) if own is None else own).flatten() for own, p in pairs]))
+    return outputs.detach(), torch.stack(rows).view(*outputs.shape, -1).detach()
+
+
+def ggn(model, likelihood, data):
+    total = 0
+    for inputs, _ in data:
+        outputs, jacobian = dense(model, inputs)
+        p = outputs.softmax(-1)
+        inner = p.diag_embed() - p[:, :, None] * p[:, None]
+        inner = torch.eye(outputs.shape[1], dtype=D).expand_as(inner) if likelihood != "classification" else inner
+        total = total + torch.einsum("ncp,nck,nkq->pq", jacobian, inner, jacobian)
+    return total
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_curvature_is_that_of_plain_derivatives(name):
+    model, likelihood, data = problem(name)
+    want = ggn(model, likelihood, data)
+    precision = want + torch.eye(len(want), dtype=D)
+    full = lp.Full(model, likelihood, parameters=trained).fit(data)
+    torch.testing.assert_close(full.precision_matrix(), precision, rtol=1e-8, atol=1e-8)
+    outputs, jacobian = dense(model, data[0][0])
+    mean, covariance = full.functional_posterior(data[0][0])
+    torch.testing.assert_close(mean, outputs)
+    torch.testing.assert_close(covariance, jacobian @ precision.inverse() @ jacobian.mT, rtol=1e-7, atol=1e-9)
+    diagonal = lp.Diagonal(model, likelihood, parameters=trained).fit(data)
+    torch.testing.assert_close(diagonal.variance(), 1 / precision.diagonal())
+    corrected = lp.KFAC(model, likelihood, parameters=trained, eigenvalue_corrected=True).fit(data)
+    torch.testing.assert_close(corrected.precision_matrix().trace(), precision.trace())
+    low = lp.LowRank(model, likelihood, parameters=trained, rank=len(want)).fit(data)
+    torch.testing.assert_close(low.covariance_matrix(), precision.inverse(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["heads", "residual", "complex", "recommender", "LSTM"])
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.SWAG, "subnetwork"])
+def test_they_are_tuned_and_predict(name, cls):
+    model, likelihood, data = problem(name)
+    if cls == "subnetwork":
+        posterior = lp.Subnetwork(model, likelihood, lp.LargestVariance(9), lp.KFAC, parameters=trained)
+    else:
+        posterior = cls(model, likelihood, parameters=trained)
+    posterior.fit(data)
+    if "marginal_likelihood" in posterior.tuners:
+        posterior.fit_prior_precision("marginal_likelihood")
+        torch.testing.assert_close(posterior.functional_posterior(data[0][0]).mean, dense(model, data[0][0])[0])
+    assert bool(posterior.predict(data).mean.isfinite().all())
+    assert bool(posterior.predictive(data[0][0], method="sampled").mean.isfinite().all())
