@@ -201,7 +201,7 @@ its own defaults: last layer, link, marginal likelihood, in regression for prior
 
 NLL, Brier score and CRPS are means over at most 1000 test targets. CRPS is in standard deviations of the targets. OOD
 AUROC is by the mutual information, in regression by the epistemic standard deviation, and by the entropy for networks.
-The rule was found on other problems. Development cells were looked at while it was written, the others afterwards.
+The rule was found on other problems. Development cells are there to choose the next one, the others to judge it.
 """
 
 TABLES = """
