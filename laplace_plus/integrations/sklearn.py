@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from laplace_plus.errors import LabelError
+from laplace_plus import checks
+from laplace_plus.errors import LabelError, UnsupportedError
 from laplace_plus.integrations.training import fitted, train
-from laplace_plus.likelihoods.gaussian import Gaussian
+from laplace_plus.likelihoods import Categorical, Gaussian
 from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 
@@ -81,25 +82,35 @@ class LaplaceEstimator(BaseEstimator):
         dtype = next((p.dtype for p in self.module_.parameters() if p.is_floating_point()), torch.float32)
         return torch.tensor(values, dtype=dtype)  # a copy: arrays may be read-only
 
-    def _fit(self, X: Array, y: Array, n_outputs: int, likelihood: str, loss: nn.Module) -> Self:
+    def _fit(self, X: Array, y: Array, weight: Array | None, n_outputs: int) -> Self:
         """Train a network on ``y``, integers ``[N]`` or numbers ``[N, C]``, and fit and tune its posterior."""
+        weighted = weight is not None
+        likelihood = (Categorical if y.ndim == 1 else Gaussian)(weighted=weighted)
+        loss = (nn.CrossEntropyLoss if y.ndim == 1 else nn.MSELoss)(reduction="none" if weighted else "mean")
         seed = check_random_state(self.random_state).randint(2**31)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if isinstance(self.module, BaseEstimator):
                 net: Any = self.module
+                if weighted and not self.prefit:
+                    what, fix = "A skorch net is trained without weights.", "Train it yourself, and pass prefit=True."
+                    raise UnsupportedError(what, got="sample_weight", fix=fix)
                 if not self.prefit:
                     net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
                 self.module_ = net.module_
             else:
                 self.module_ = self._module(X.shape[1], n_outputs)
         inputs, targets = self._tensor(X), torch.as_tensor(y) if y.ndim == 1 else self._tensor(y)
+        share = None if weight is None else self._tensor(weight)
         if not (self.prefit or isinstance(self.module, BaseEstimator)):
             training: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "batch_size": self.batch_size}
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                train(self.module_, inputs, targets, loss, weight_decay=self.weight_decay, **training)
-        batches = list(zip(inputs.split(self.batch_size), targets.split(self.batch_size), strict=True))
+                train(self.module_, inputs, targets, loss, weight_decay=self.weight_decay, weight=share, **training)
+        parts: Any = targets.split(self.batch_size)
+        if share is not None:
+            parts = zip(parts, share.split(self.batch_size), strict=True)
+        batches = list(zip(inputs.split(self.batch_size), parts, strict=True))
         model, options, generator = self.module_, self.posterior_options, torch.Generator().manual_seed(seed)
         self.posterior_ = fitted(self.posterior, model, likelihood, batches, generator=generator, **options or {})
         return self
@@ -131,14 +142,15 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         (200, 2)
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train and fit to ``X [N, D]`` and labels ``y [N]`` of any kind."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train and fit to ``X [N, D]`` and labels ``y [N]`` of any kind, each as often as its weight says."""
         X, y = validate_data(self, X, y)
+        X, y, weight = _counted(X, y, sample_weight)
         check_classification_targets(y)
         self.classes_, encoded = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise LabelError("A classifier needs two classes.", expected="two classes or more", got="one class")
-        return self._fit(X, encoded.astype(np.int64), len(self.classes_), "classification", nn.CrossEntropyLoss())
+        return self._fit(X, encoded.astype(np.int64), weight, len(self.classes_))
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities ``[N, C]`` in the order of ``classes_``."""
@@ -163,14 +175,16 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         ((50,), (50,))
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train and fit to ``X [N, D]`` and targets ``y [N]`` or ``[N, C]``."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train and fit to ``X [N, D]`` and targets ``y [N]`` or ``[N, C]``, each as often as its weight says."""
         X, y = validate_data(self, X, y, y_numeric=True, multi_output=True)
+        X, y, weight = _counted(X, y, sample_weight)
         self._one, columns = y.ndim == 1, y.reshape(len(y), -1).astype(np.float64)
-        scale = columns.std(0)
+        center = np.average(columns, 0, weight)
+        scale = np.average((columns - center) ** 2, 0, weight) ** 0.5
         self._scale = np.ones(1) if self.prefit else np.where(scale > 0, scale, 1.0)
-        self._center = np.zeros(1) if self.prefit else columns.mean(0)
-        return self._fit(X, (columns - self._center) / self._scale, columns.shape[1], "regression", nn.MSELoss())
+        self._center = np.zeros(1) if self.prefit else center
+        return self._fit(X, (columns - self._center) / self._scale, weight, columns.shape[1])
 
     def predictive(self, X: Any) -> Prediction:
         """The library's prediction of targets ``[N, C]``, in their own units: on the CPU, in double precision."""
@@ -199,3 +213,13 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _counted(X: Array, y: Array, sample_weight: Any) -> tuple[Array, Array, Array | None]:
+    """The rows whose weights are above 0, and these, float64; None for none."""
+    if sample_weight is None:
+        return X, y, None
+    weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    kept = weight > 0
+    checks.count("The number of rows with a weight", int(kept.sum()), 1)
+    return X[kept], y[kept], weight[kept]

@@ -42,19 +42,25 @@ def train(
     lr: float,
     weight_decay: float,
     batch_size: int,
+    weight: Tensor | None = None,
 ) -> None:
     """Train in place by Adam, minibatches in random order and steps that shrink to zero along a cosine.
 
     Weights end where the loss is stationary, which a Laplace approximation supposes. The model ends in evaluation mode.
+    With ``weight [N]``, the loss gives one number for each entry of the targets, of which the weighted mean is taken.
     """
     device = next(model.parameters()).device
     inputs, targets, model = inputs.to(device), targets.to(device), model.train()
+    share = None if weight is None else (weight / weight.mean()).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr, weight_decay=weight_decay)
     schedule = CosineAnnealingLR(optimizer, max(1, epochs))
     for _ in range(epochs):
         for batch in torch.randperm(len(inputs)).to(device).split(batch_size):
             optimizer.zero_grad()
-            loss(model(inputs[batch]), targets[batch]).backward()
+            value = loss(model(inputs[batch]), targets[batch])
+            if share is not None:
+                value = (value.view(len(batch), -1).mean(1) * share[batch]).mean()
+            value.backward()
             optimizer.step()
         schedule.step()
     model.eval()

@@ -40,6 +40,7 @@ from laplace_plus.predictive.linearized import functional_posteriors
 from laplace_plus.structured import Factor
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.laplace import FittedData, LaplaceModel
+from laplace_plus.tuning.validation import weighted_sum
 
 Leverages = Literal["own", "full", "first_order"]
 Unit = Literal["example", "position"]
@@ -175,8 +176,9 @@ class Deletions:
             fitted.add(raw, batch.target)
             outputs = raw.double()
             flat, targets, weight = likelihood.rows(outputs, batch.target)
-            root = likelihood.output_root(flat, targets) * weight[:, None, None]
-            gradient = likelihood.gradient(flat, targets) * weight[:, None]
+            left = weight.clamp_max(1.0)  # of a row that counts several times, one is left out
+            root = likelihood.output_root(flat, targets) * left.sqrt()[:, None, None]
+            gradient = likelihood.gradient(flat, targets) * left[:, None]
             groups = [likelihood.output_groups(size).to(root.device) for size in (root.shape[-1], flat.shape[-1])]
             kept: Tensor | slice = slice(None)
             if self.unit == "position":
@@ -184,6 +186,7 @@ class Deletions:
                 if self.most is not None and self.most * len(outputs) < len(places):
                     kept = places[torch.linspace(0, len(places) - 1, self.most * len(outputs)).round().long()]
                 outputs, targets = flat[kept], cut(targets, kept)
+                targets = (targets, weight[kept]) if likelihood.weighted else targets
             else:
                 targets, count = batch.target, len(flat) // len(outputs)
                 # Block-diagonal roots [B, M·C, M·r] of examples, from those [B·M, C, r] of positions.
@@ -351,7 +354,8 @@ def _loss(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed
     """A batch's loss."""
     generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
     found = from_functional(likelihood, batch.mean, covariance, generator=generator, **options)
-    return -found.log_prob(batch.targets).sum().double().cpu()
+    targets, weight = likelihood.separate(batch.targets)
+    return -weighted_sum(found.log_prob(targets), weight)
 
 
 def _noise_terms(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor) -> Tensor:

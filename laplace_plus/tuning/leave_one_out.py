@@ -188,9 +188,6 @@ def require_leave_one_out(posterior: Any) -> None:
     if "leave_one_out" not in posterior.tuners:
         what, fix = f"{type(posterior).__name__} has no leave-one-out predictions.", "Compare held-out predictions."
         raise UnsupportedError(what, expected="a Gaussian posterior that lp.LeaveOneOut can tune", fix=fix)
-    if posterior.likelihood.weighted:
-        what, fix = "Data with weights are not left out.", "Tune by marginal likelihood, or on held-out data."
-        raise UnsupportedError(what, got=repr(posterior.likelihood), fix=fix)
     if posterior.predictive_mean != "network":
         what = "Leave-one-out displaces the network's own outputs."
         raise UnsupportedError(what, got=posterior.predictive_mean, fix='Set predictive_mean = "network".')

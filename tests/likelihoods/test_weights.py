@@ -163,7 +163,7 @@ def test_fractional_weights_scale_the_log_likelihood(kind):
     assert_close(posterior.laplace_model().log_likelihood(), fit)
 
 
-@pytest.mark.parametrize("route", ["marginal_likelihood", "validation", "residuals"])
+@pytest.mark.parametrize("route", ["marginal_likelihood", "validation", "leave_one_out", "residuals"])
 @pytest.mark.parametrize("kind", ["classes", "gaps in regression", "regression"])
 @pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")  # the network is not trained
 def test_tuning_is_that_of_repeated_rows(kind, route):
@@ -177,7 +177,10 @@ def test_tuning_is_that_of_repeated_rows(kind, route):
             estimate = noise_from_residuals(posterior)
             found.append(torch.stack([estimate.noise_std, estimate.target_std]))
             continue
-        options = {"data": data, "grid": [0.1, 1.0, 10.0]} if route == "validation" else {}
+        options = {
+            "validation": {"data": data, "grid": [0.1, 1.0, 10.0]},
+            "leave_one_out": {"training_prior_precision": 1.0},
+        }.get(route, {})
         posterior.fit_prior_precision(route, **options)
         noise = posterior.noise_std
         found.append(torch.cat([posterior.prior_precision[None], *([] if noise is None else [noise.view(-1)])]))
