@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from laplace_plus import checks
 from laplace_plus.errors import DataError, ModelChangedError
 from laplace_plus.network import batches
-from laplace_plus.network.batches import Batch, DataSums, same_sum
+from laplace_plus.network.batches import Batch
+from laplace_plus.network.data_sums import DataSums, same_sum
 from laplace_plus.network.gradients import batch_gradients
 from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import Network

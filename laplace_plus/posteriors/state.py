@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.doubts import Doubts
-from laplace_plus.network.batches import DataSums, same_sum
+from laplace_plus.network.data_sums import DataSums, same_sum
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.public import zero_curvature
 

@@ -12,6 +12,7 @@ import laplace_plus as lp
 from laplace_plus.errors import DataError
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.network import batches
+from laplace_plus.network.data_sums import DataSums, same_sum
 
 D = torch.float64
 pytestmark = [
@@ -167,11 +168,11 @@ def test_shuffled_lists_are_the_same_data():
     shuffled = [([items[n] for n in order[:6]], y[order[:6]]), ([items[n] for n in order[6:]], y[order[6:]])]
     sums = []
     for data in ([(items, y)], shuffled):
-        found = batches.DataSums("cpu")
+        found = DataSums("cpu")
         for batch in batches.iterate(data, device="cpu"):
             found.add(batch, len(batch.target))
         sums.append(found.values()[0])
-    assert batches.same_sum(*sums)
+    assert same_sum(*sums)
     assert posterior.is_fitted
 
 

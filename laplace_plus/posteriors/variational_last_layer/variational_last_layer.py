@@ -18,8 +18,9 @@ from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.doubts import Doubts
 from laplace_plus.likelihoods.gaussian import StudentTNoise
 from laplace_plus.likelihoods.sampling import draw_by, draw_seed
-from laplace_plus.network.batches import Batch, DataSums, batch_size
+from laplace_plus.network.batches import Batch, batch_size
 from laplace_plus.network.capture import Capture, capture_batch
+from laplace_plus.network.data_sums import DataSums
 from laplace_plus.network.gradients import Gradients, output_layer_inputs
 from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import Selection, layer_of, tied_names, uses
