@@ -152,7 +152,9 @@ def test_sixty_points_are_enough_for_every_solver(solver, size):
         assert abs(float(expected) - 1) < 4 * (2 / z.numel()) ** 0.5
         assert abs(float(energy - expected)) < 0.01
         wrong = (((z - exact) @ H * (z - exact)).sum(1) / (z @ H * z).sum(1)).sqrt()
-        assert (wrong <= 1.001 * posterior.report.residual).all(), "a bound of the error in the posterior's units"
+        assert (wrong <= 1.001 * posterior.report.residual + 1e-9).all(), (
+            "a bound of the error in the posterior's units"
+        )
 
 
 def test_more_samples_than_were_solved_for_have_their_covariance():
@@ -174,7 +176,7 @@ def test_descent_and_conjugate_gradients_find_the_same_samples():
     model, data = linear()
     whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
     one = lp.SGDSolver(epochs=90, tolerance=1e-4)
-    several = lp.SGDSolver(epochs=40, tolerance=0.02)  # the last of the four batches is smaller than the others
+    several = lp.SGDSolver(epochs=40, tolerance=0.05)  # the last of the four batches is smaller than the others
     for batches, solver, error in ((whole, one, 1e-4), (data, several, 0.02)):
         exact = lp.SampledLaplace(model, "regression", solver=TIGHT).fit(batches, generator=generator()).samples
         descended = lp.SampledLaplace(model, "regression", solver=solver).fit(batches, generator=generator()).samples
@@ -263,13 +265,16 @@ def test_the_fixed_point_is_that_of_the_dense_evidence():
 def test_tuning_of_classification_and_its_options():
     model, data = deep()
     posterior = lp.SampledLaplace(model, "classification", n_samples=20, chunk_size=20).fit(data, generator=generator())
-    posterior.fit_prior_precision(structure="layerwise", max_steps=30)
+    with pytest.warns(ConvergenceWarning, match="residual"):  # labels are random: the first layer's has no optimum
+        posterior.fit_prior_precision(structure="layerwise", max_steps=5)
     assert posterior.prior_precision.shape == (2,) and posterior.noise_std is None
-    assert posterior.tuning.residual < 0.01
+    assert not posterior.tuning.converged and posterior.tuning.residual > 0.01
     network = posterior.predictive(data[0][0]).functional_mean
-    posterior.fit_prior_precision(structure="normalized_groups", max_steps=30)
+    with pytest.warns(ConvergenceWarning, match="residual"):
+        posterior.fit_prior_precision(structure="normalized_groups", max_steps=5)
     assert posterior.prior_groups.name == "normalized_groups"
     posterior.fit_prior_precision(scaling="g_prior", max_steps=30)
+    assert posterior.tuning.residual < 0.01
     assert posterior.prior_precision.shape == (posterior.n_parameters,)
     torch.testing.assert_close(posterior.predictive(data[0][0]).functional_mean, network)
 
