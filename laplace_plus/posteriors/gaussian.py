@@ -225,7 +225,7 @@ class GaussianPosterior(Posterior):
         key = (state, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
         if self._model_cache is None or not all(map(is_, self._model_cache[0], key)):
             model = LaplaceModel(
-                curvature=self.evidence_curvature(state),
+                curvature=self._evidence_curvature(state),
                 vector=state.mean,
                 prior_mean=prior_mean,
                 layer_index=self._group_index(),
@@ -238,7 +238,7 @@ class GaussianPosterior(Posterior):
             self._model_cache = (key, model)
         return self._model_cache[1]
 
-    def evidence_curvature(self, state: GaussianState) -> Curvature:
+    def _evidence_curvature(self, state: GaussianState) -> Curvature:
         """H as the evidence and the factors take it; a class whose state holds only a part adds to this."""
         return state.curvature
 

@@ -29,7 +29,7 @@ from laplace_plus.network.network import Network, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior, Reduce
 from laplace_plus.posteriors.public import require_one_noise
 from laplace_plus.posteriors.state import GaussianState, require_restartable, require_same_data
-from laplace_plus.structured import LowRankBlock
+from laplace_plus.structured.low_rank import LowRankBlock
 
 REMAINDER_FIX = "remainder_probes=0 takes the evidence of the low-rank curvature alone."
 AGAIN = "The remainder under several prior precisions passes over the training data."
@@ -140,7 +140,7 @@ class LowRank(GaussianPosterior):
         return LowRankBlock.of(operator, self.rank, probes, tolerance=self.tolerance, generator=generator)
 
     @override
-    def evidence_curvature(self, state: GaussianState) -> Curvature:
+    def _evidence_curvature(self, state: GaussianState) -> Curvature:
         """The pairs with products of the training data, which are looked for where several precisions ask for them."""
         ((layout, block),) = state.curvature
         assert isinstance(block, LowRankBlock)

@@ -11,7 +11,6 @@ from laplace_plus.structured.eigen import DiagonalBlock, EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.gram_sum import GramSum
 from laplace_plus.structured.kronecker import KroneckerBasis, KroneckerBlock
-from laplace_plus.structured.low_rank import LowRankBlock, SampledSpectrum
 from laplace_plus.structured.one_hot import EmbeddingGradients
 
 __all__ = [
@@ -30,8 +29,6 @@ __all__ = [
     "IdentityBasis",
     "KroneckerBasis",
     "KroneckerBlock",
-    "LowRankBlock",
     "OuterGradients",
-    "SampledSpectrum",
     "register_block",
 ]

@@ -176,6 +176,19 @@ class Block(ABC):
         """The eigenvalues of H at a weight of one, where they are known for one component and none is negative."""
         return None
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether random vectors estimate a part of determinants."""
+        return False
+
+    def sampled_determinants(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        """What each of m random vectors tells of log det, ``[m]``, up to what they share; where it is sampled."""
+        raise NotImplementedError(f"{type(self).__name__} needs no random vectors")
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """``diag H(w)``, ``[G, o, i]``."""
+        return self.dense(weights).diagonal(dim1=-2, dim2=-1).reshape(self.shape)
+
     @abstractmethod
     def dense(self, weights: Tensor) -> Tensor:
         """``H(w)`` written out, ``[G, n, n]`` with n = o·i."""

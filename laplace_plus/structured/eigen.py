@@ -69,6 +69,11 @@ class EigenBlock(Block):
         """
 
     @override
+    def diagonal(self, weights: Tensor) -> Tensor:
+        basis, values = self.eigen(weights)
+        return basis.diagonal(values.to(next(iter(self.parts())).dtype))
+
+    @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         basis, values = self.eigen(weights)
         return EigenFactor(basis, values + diagonal)

@@ -343,6 +343,19 @@ class LowRankBlock(Block):
         assert self.operator is not None
         return self.operator(torch.eye(self.shape[2]).to(self.vectors)).double()
 
+    @property
+    @override
+    def is_sampled(self) -> bool:
+        return len(self.rest) > 0
+
+    @override
+    def sampled_determinants(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        return self.forms(weights, diagonal)[0]
+
+    @override
+    def diagonal(self, weights: Tensor) -> Tensor:
+        return (weights[0] * self.values @ self.vectors.double().square()).view(self.shape)
+
     def forms(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
         """``zᵀ log(I + C) z`` for each of the random vectors, as :meth:`SampledSpectrum.forms`; differentiable.
 

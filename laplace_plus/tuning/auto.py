@@ -157,7 +157,11 @@ class Auto:
         )
 
 
+LEAST_ROWS = 10
+"""Data of which fewer tell nothing of each other."""
+
 _WHY = {
+    "unknown": "The training data tell little of what new data would lose, so that the network predicts.",
     "marginal_likelihood": "No other scale of the covariance is expected to lose less on new data.",
     "new_data": "{:.3g} times the evidence's covariance is expected to lose least on new data.",
     "network": "No posterior is expected to lose less on new data than the network, which predicts.",
@@ -184,8 +188,8 @@ class _Views:
         """At how many points covariances are computed."""
         return min(new_data.POINTS, _room(self.own))
 
-    def at_data(self, rows: Rows) -> Tensor:
-        """At the data, under their own targets, with the network's outputs told by others."""
+    def at_data(self, rows: Rows) -> Tensor | None:
+        """At the data, under their own targets, with the network's outputs told by others; None if they tell little."""
         likelihood, index = self.own.likelihood, rows.chosen(new_data.ROWS)
         parts, place = rows.around(index)
         features = new_data.unlearned_features(self.own.network, parts)[place]
@@ -194,15 +198,18 @@ class _Views:
         if likelihood.is_classifier and likelihood.couples_outputs:  # softmax takes their mean away
             outputs = outputs - outputs.mean(1, keepdim=True)
         told = new_data.left_out_outputs(features[kept], outputs)
+        missed = (told - outputs).square().sum() / (outputs - outputs.mean(0)).square().sum()
+        if len(index) < LEAST_ROWS or not float(missed) <= 1 - new_data.TOLD_OUTPUTS:
+            return None
         some = evenly(len(index), self.most, index.device)
         targets, weights = cut(rows.targets, index[some]), rows.weights[index[some]]
         score: Score = lambda found: -(weights * found.log_prob(targets)).sum() / weights.sum()  # noqa: E731
         return self._losses(*rows.around(index[some]), told[some], score)
 
     def between(self, rows: Rows) -> tuple[Tensor | None, float | None]:
-        """Between neighbouring data, under new labels there, and the rate of wrong ones; None without, as for numbers.
+        """Between neighbouring data, under new labels there, and the rate of wrong ones; either end's label is as good.
 
-        Either end's label is as good halfway between two data.
+        None for numbers, for inputs of other forms, and where labels tell little of each other.
         """
         likelihood, index = self.own.likelihood, rows.chosen(new_data.ROWS)
         if not likelihood.is_classifier or not rows.are_points:
@@ -210,13 +217,20 @@ class _Views:
         features = torch.cat(rows.around(index)[0]).flatten(1)
         kept = new_data.distinct(features)
         features, index = features[kept], index[kept]
-        some = evenly(len(index), self.most, index.device)
-        points = new_data.midpoints(rows, index[some])
+        if len(index) < LEAST_ROWS:
+            return None, None
         members = rows.targets[index].to(rows.outputs)
         if not rows.targets.is_floating_point() and likelihood.couples_outputs:
             members = one_hot(rows.targets[index], rows.outputs.shape[1]).to(rows.outputs)
         scores, truth = map(likelihood.class_probabilities, (new_data.left_out_labels(features, members), members))
-        fresh, rate = new_data.fresh_labels(scores, truth)
+        outputs = rows.outputs[index]
+        own = likelihood.class_probabilities(from_functional(likelihood, outputs, torch.zeros_like(outputs)).mean)
+        right, told = ((values.argmax(1) == truth.argmax(1)).double().mean().item() for values in (own, scores))
+        fresh, rate = new_data.fresh_labels(scores, truth, 1 - right)
+        if told < new_data.TOLD_LABELS * (1 - rate):
+            return None, rate
+        some = evenly(len(index), self.most, index.device)
+        points = new_data.midpoints(rows, index[some])
         fresh = fresh.view(len(index), -1, fresh.shape[1])[some].flatten(0, 1)
         score: Score = lambda found: -(fresh * _logs(likelihood, found)).sum() / len(some)  # noqa: E731
         return self._losses(list(points.split(rows.batch_size)), None, None, score), rate
@@ -262,7 +276,7 @@ def _of_views(
     """The scale that both views choose together, and what they found, as fields of the result."""
     views, network = _Views(own, scales, options), len(scales)
     at = between = rate = None
-    notes = " Nothing was compared, since batches of these inputs cannot be cut into examples."
+    notes = " Batches of these inputs cannot be cut into examples."
     rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
     if rows is not None:
         at, notes = views.at_data(rows), ""
@@ -272,7 +286,7 @@ def _of_views(
             notes = f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
     pairs = [(1.0, at), (BETWEEN, between)]
     found = [(weight, losses) for weight, losses in pairs if losses is not None and bool(losses.isfinite().all())]
-    place = _together(found, scales)
+    place = together(found, scales)
     total = torch.full((network + 1,), math.nan)
     if found:
         total = torch.stack([weight * losses for weight, losses in found]).sum(0) / sum(weight for weight, _ in found)
@@ -285,7 +299,7 @@ def _of_views(
         "link": "network" if is_own else None,
         "covariance_scale": scale,
         "chosen": chosen,
-        "why": _WHY[chosen].format(scale) + notes,
+        "why": _WHY[chosen if found else "unknown"].format(scale) + notes,
         "expected_gain": float(total[-1] - total[place]),
         "losses": at,
         "between_losses": between,
@@ -293,7 +307,7 @@ def _of_views(
     }
 
 
-def _together(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> int:
+def together(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> int:
     """The place of the scale that weighed views choose together, or of the network: behind the last one."""
     places = [int(losses.argmin()) for _, losses in found]
     if len(set(places)) < 2:  # noqa: PLR2004

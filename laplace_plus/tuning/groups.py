@@ -36,8 +36,6 @@ from laplace_plus.network import batches
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import layer_of
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
-from laplace_plus.structured import EigenBlock
-from laplace_plus.structured.low_rank import LowRankBlock
 from laplace_plus.tuning.laplace import LaplaceModel
 
 NAME = "normalized_groups"
@@ -91,14 +89,7 @@ def curvature_diagonal(model: LaplaceModel, weights: Tensor) -> Tensor:
     """``diag(H)`` at component weights ``[K]``, ``[P]`` float64."""
     diagonal = torch.empty(len(model.vector), dtype=torch.float64, device=model.vector.device)
     for layout, block in model.curvature:
-        if isinstance(block, EigenBlock):
-            basis, values = block.eigen(weights)
-            own = basis.diagonal(values.to(next(iter(block.parts())).dtype))
-        elif isinstance(block, LowRankBlock):
-            own = (weights[0] * block.values @ block.vectors.double().square()).view(block.shape)
-        else:
-            own = block.dense(weights).diagonal(dim1=-2, dim2=-1).reshape(block.shape)
-        model.parameter_slices[layout.key].scatter_(diagonal, own)
+        model.parameter_slices[layout.key].scatter_(diagonal, block.diagonal(weights))
     return diagonal
 
 

@@ -26,7 +26,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network, ambient_autocast
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.structured import Block, Factor, LowRankBlock
+from laplace_plus.structured import Block, Factor
 from laplace_plus.structured.layout import Layout, ParameterSlices
 from laplace_plus.structured.log_determinants import Spectrum
 
@@ -187,16 +187,16 @@ class LaplaceModel:
         return torch.sub(fit, self._log_ratio(prior.structure, precision, weights), alpha=0.5)
 
     @property
-    def sampled(self) -> LowRankBlock | None:
+    def sampled(self) -> Block | None:
         """The curvature, where random vectors estimate a part of its determinant."""
-        blocks = [block for _, block in self.curvature if isinstance(block, LowRankBlock) and len(block.rest)]
-        return blocks[0] if blocks else None
+        return next((block for _, block in self.curvature if block.is_sampled), None)
 
     def forms(self, precision: Tensor, temperature: Any = 1.0, noise_std: Any = None) -> Tensor | None:
         """What each random vector tells of log det Λ, ``[m]`` float64, differentiable; None where none are used."""
+        if (block := self.sampled) is None:
+            return None
         weights = self.weights(noise_std) / as_hyperparameter(temperature).to(self.vector.device, torch.float64)
-        (diagonal, *_), block = self.diagonals(precision).values(), self.sampled
-        return None if block is None else block.forms(weights, diagonal)[0]
+        return block.sampled_determinants(weights, next(iter(self.diagonals(precision).values())))
 
     def effective_dimension(self, precision: Any, temperature: Any = 1.0) -> Tensor:
         """``γ = P − tr(Λ⁻¹ P₀)``, 0-d float64: the sum of ``∂ (log det P₀ − log det Λ)/∂ log λ`` over precisions λ."""

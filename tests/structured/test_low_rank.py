@@ -8,11 +8,11 @@ from torch.autograd import gradcheck
 
 from laplace_plus.errors import NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg import lanczos
-from laplace_plus.structured import LowRankBlock, SampledSpectrum
 from laplace_plus.structured import low_rank as module
 from laplace_plus.structured.composed import JoinedGradients
 from laplace_plus.structured.gradients import OuterGradients
 from laplace_plus.structured.layout import ParameterSlices
+from laplace_plus.structured.low_rank import LowRankBlock, SampledSpectrum
 
 N, RANK = 12, 4
 WEIGHT = torch.tensor([1.7], dtype=torch.float64)

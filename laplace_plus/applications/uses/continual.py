@@ -31,8 +31,9 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors import GaussianPosterior, Subnetwork, get_posterior
 from laplace_plus.posteriors.state import GaussianState
 from laplace_plus.priors import LAYERWISE, Groups
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, LowRankBlock
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock
 from laplace_plus.structured.layout import Layout
+from laplace_plus.structured.low_rank import LowRankBlock
 
 
 def require_gaussian(posterior: Any) -> None:

@@ -49,7 +49,7 @@ from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.persistence import stored
-from laplace_plus.structured import LowRankBlock
+from laplace_plus.structured.low_rank import LowRankBlock
 
 stored(Estimate)
 
