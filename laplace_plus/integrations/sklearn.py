@@ -138,7 +138,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     Example:
         >>> X = np.random.default_rng(0).normal(size=(200, 2))
         >>> y = np.where(X[:, 0] + np.random.default_rng(1).normal(size=200) > 0, "yes", "no")
-        >>> LaplaceClassifier(epochs=20, random_state=0).fit(X, y).predict_proba(X).shape
+        >>> LaplaceClassifier(epochs=40, random_state=0).fit(X, y).predict_proba(X).shape
         (200, 2)
     """
 

@@ -29,7 +29,8 @@ class Doubts:
     def add(self, outputs: Tensor, targets: Any) -> None:
         """Take a batch's arranged outputs ``[B, *, C]`` and valid targets into account."""
         if self._scale > -math.inf:
-            self._scale += self.likelihood.evidence_for_another_scale(outputs, targets)
+            found = self.likelihood.evidence_for_another_scale(outputs, targets)
+            self._scale = found if found == -math.inf else self._scale + found
         sizes, unnamed = {*outputs.shape[1:]}, isinstance(self.likelihood.output_axis, UnnamedAxis)
         if not unnamed or outputs.dim() < 3 or len(sizes) > 1 or sizes == {1}:  # noqa: PLR2004
             self._axis = None

@@ -234,7 +234,7 @@ class Network:
 
     def receive(self, inputs: Any) -> Any:
         """Inputs moved to the network's device; a list of examples, where the batches of the fit were such, as one."""
-        whole = self.lists and isinstance(inputs, (tuple, list))
+        whole = self.lists and type(inputs) in (tuple, list)
         return batches.to_device(batches.Examples(inputs) if whole else inputs, self.device)
 
     # -- calls ---------------------------------------------------------------------------------------------------------

@@ -82,6 +82,11 @@ class InverseRoot:
         """The type of products."""
         return self.lower.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        """``[G, n, n]``."""
+        return self.lower.shape
+
     def to(self, dtype: torch.dtype) -> InverseRoot:
         """The matrices in another type."""
         return InverseRoot(self.lower.to(dtype))

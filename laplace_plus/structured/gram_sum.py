@@ -265,6 +265,11 @@ class Reflections:
         """The transposed matrices."""
         return Reflections(*self.sides[::-1])
 
+    @property
+    def shape(self) -> torch.Size:
+        """``[..., d, d]``."""
+        return torch.Size((*self.sides[0].shape[:-1], self.sides[0].shape[-2]))
+
     def to(self, dtype: torch.dtype) -> Reflections:
         """The matrices in another type."""
         return Reflections(*(side.to(dtype) for side in self.sides))

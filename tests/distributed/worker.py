@@ -303,7 +303,7 @@ def a_rank_that_fails(rank: int, folder: Path) -> None:
     assert rank or "Rank 1" in message
     net = network()
     for culprit in (0, 1):
-        loader = Failing(shard(rank, 9), 5 if rank == culprit else 0)
+        loader = Failing(shard(rank, 9), 2 if rank == culprit else 0)
         kind = OSError if rank == culprit else errors.DistributedError
         message = raised(kind, partial(fit, small_low_rank(), loader, generator=torch.Generator()))
         assert "the disk is gone" in message

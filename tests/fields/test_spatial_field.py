@@ -168,7 +168,7 @@ def test_cameras_add_up_and_rays_never_hurt():
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "block"])
+@pytest.mark.parametrize("structure", ["diagonal", pytest.param("block", marks=pytest.mark.slow)])
 def test_predictions_are_those_of_the_displaced_field(structure):
     model = scene(2)[0]
     x = rand(40, 2)

@@ -108,6 +108,7 @@ def loop(net, data, directions, walk, weight_decay):
     return torch.stack(ends)
 
 
+@pytest.mark.slow
 def test_particles_together_go_where_each_goes_alone():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).double()

@@ -116,6 +116,7 @@ def test_inputs_that_are_not_finite_have_no_functional_posterior(posterior_class
             posterior.functional_posterior(bad, **options)
 
 
+@pytest.mark.filterwarnings("ignore:The network returns rates")
 def test_rates_that_overflow_are_named():
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(20.0)

@@ -121,6 +121,7 @@ def test_predictions_average_over_each_sample_once():
     assert len(order[:4].unique(dim=0)) == 4 and len(order[4:].unique(dim=0)) == 2
 
 
+@pytest.mark.slow
 def test_the_surface_may_keep_the_prior_of_training():
     """Geodesics are those of a landscape with that precision; the tangent keeps its own."""
     net, data = problem()

@@ -208,6 +208,7 @@ class TestSelection:
 class TestLeastLoss:
     """Without a tolerance, the scale is that with the least NLL of given labels."""
 
+    @pytest.mark.slow
     def test_the_scale_is_that_of_the_closed_form(self):
         """The density N(y; m, v) within U's two dimensions, v = ν² + s²σ²‖x‖², is largest at v = |Uᵀ(y − m)|²/2."""
         model, x, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 0.8

@@ -86,6 +86,7 @@ def test_noise_is_split_into_orthogonal_components(problem, kind):
     assert (kernel @ rows.T).abs().max() < 1e-6 * rows.norm()
 
 
+@pytest.mark.slow
 def test_lengths_of_the_noise_count_dimensions(problem):
     """``E‖P ε‖² = R``, and a sample's variance is ``σ_ker² R + σ_im² (P − R)``."""
     net, data = problem
