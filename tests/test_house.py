@@ -114,7 +114,7 @@ BUDGETS = {
     "predictive": 954,
     "structured": 3275,
     "testing": 311,
-    "tuning": 3763,
+    "tuning": 3765,
 }
 REST = 926
 """Lines of the files at the top: errors, checks, priors, metrics."""
@@ -143,8 +143,8 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 38_453
-    assert sum(n for part, n in lines.items() if part not in APART) <= 35_930
+    assert sum(lines.values()) <= 38_455
+    assert sum(n for part, n in lines.items() if part not in APART) <= 35_932
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_101
     assert size.raises_of(size.FILES) <= 384
     assert len(size.public_names(lp.KFAC)) <= 45

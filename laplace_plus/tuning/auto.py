@@ -327,7 +327,7 @@ def _of_regression(
     share = min(1.0, ENOUGH / n_data, _room(own) / rows)
     moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data)))}
     deletions = Deletions(own, data, precision, None, "first_order", "position", **moving)
-    deletions.without_own = own.structure.name == "full"
+    deletions.without_own, deletions.strict = own.structure.name == "full", False
     error = noise_from_residuals(own)
     variance = own.noise_std.square().to(error.noise_std)
     deletions.inflation = (error.noise_std / error.residual_std - 1) * variance

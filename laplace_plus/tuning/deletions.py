@@ -125,12 +125,14 @@ class Deletions:
         most: Of each example's positions, how many are left out, evenly spread; None for all.
         inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
             displace them: then residuals grow by a factor.
+        strict: Whether other data than were fitted to are refused, not warned of; then they may be augmented at random.
         without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
     """
 
     n_examples, n_observations = 0, 0.0
     inflation: Tensor | None = None
     without_own = False
+    strict = True
     displacing: Covariances | None = None
 
     def __init__(
@@ -207,7 +209,7 @@ class Deletions:
             yield DeletionBatch(outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
         self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
         if self.share == 1:
-            fitted.check()
+            fitted.check(strict=self.strict)
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
         """Root and gradient of the tempered log-likelihood at a noise level, from those at unit noise."""

@@ -102,7 +102,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     likelihood = model.likelihood
     if not likelihood.is_gaussian:
         raise UnsupportedError("There is no noise to estimate.", expected="lp.Gaussian", got=repr(likelihood))
-    data = posterior.training_data.again(data, "Noise from residuals passes over the training data.")
+    given, data = data, posterior.training_data.again(data, "Noise from residuals passes over the training data.")
     errors, counts = model.statistics.double().chunk(2)
     fitted, parts = FittedData(model, network, posterior.n_data), []
     with exact_arithmetic(network):
@@ -112,7 +112,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
             fitted.add(outputs, batch.target)
             _, target, weight = likelihood.rows(outputs.double(), batch.target)
             parts.append((target.nan_to_num(), weight[:, None] * likelihood.observed(target)))
-    fitted.check()
+    fitted.check(strict=given is not None)
     targets, share = (torch.cat(column) for column in zip(*parts, strict=True))  # y and weights, [n, C]
     groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 

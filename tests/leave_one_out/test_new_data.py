@@ -258,3 +258,8 @@ def test_an_augmented_loader_is_drawn_from_again():
     net, x, y = linear_problem(classification=True)
     found = lp.KFAC(net, "classification").fit(Noisy([(x, y)])).fit_prior_precision().tuning
     assert found.losses.isfinite().all() and found.between_losses.isfinite().all()
+    net, x, y = linear_problem()
+    posterior = lp.KFAC(net, "regression").fit(Noisy([(x, y)]))
+    with pytest.warns(UserWarning, match="augment"):
+        posterior.fit_prior_precision()
+    assert posterior.tuning.losses.isfinite().all() and posterior.noise_std > 0
