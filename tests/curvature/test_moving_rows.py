@@ -311,7 +311,7 @@ def test_each_move_of_an_output_layer(number):
     check(Net((name,), (KINDS[number % 2],)), data((5, 5)), ("all", "last_layer")[number // 2 % 2])
 
 
-@pytest.mark.parametrize("number", range(0, len(MOVES), 2))
+@pytest.mark.parametrize("number", range(0, len(MOVES), 6))
 def test_moves_of_two_layers(number):
     names = [*MOVES]
     moves, kinds = (names[number - 1], names[number]), (KINDS[number // 2 % 4], KINDS[number // 4 % 4])

@@ -228,7 +228,9 @@ def regression():
     return net, lp.Gaussian(0.3), [(x, x.mul(2).sin())]
 
 
-@pytest.mark.parametrize("surface", ["bowl", "waves", classes, pytest.param(regression, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "surface", ["bowl", "waves", *[pytest.param(one, marks=pytest.mark.slow) for one in (classes, regression)]]
+)
 def test_defaults_end_within_a_thousandth_of_a_tight_solve(surface):
     landscape, start, v = lambda p: 2 * p.square().sum(), torch.zeros(4, dtype=DTYPE), vectors(2, 4, 1)
     if surface == "waves":

@@ -83,7 +83,10 @@ def test_several_targets_keep_their_shape_and_units():
     assert 100 < std[:, 1].mean() / std[:, 0].mean() < 10_000
 
 
-@pytest.mark.parametrize("options", [{}, {"posterior": "Riemannian", "posterior_options": {"n_samples": 3}}])
+RIEMANNIAN = {"posterior": "Riemannian", "posterior_options": {"n_samples": 3}}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(RIEMANNIAN, marks=pytest.mark.slow)])
 def test_predictions_have_the_units_of_the_targets(options):
     x, y = make_regression(40, 2, n_targets=2, noise=5.0, random_state=0)
     y = y * [1.0, 100.0] + [0.0, 1e6]

@@ -197,7 +197,9 @@ class TestBesideTheAdapter:
         return model
 
     @each
-    @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+    @pytest.mark.parametrize(
+        "options", [{}, pytest.param({"use_dora": True}, marks=pytest.mark.slow)], ids=["lora", "dora"]
+    )
     def test_both_come_back(self, kind, options, tmp_path):
         values, posterior = self.saved(tmp_path, kind, **options)
         assert {p.name for p in tmp_path.iterdir()} >= {"adapter_model.safetensors", "posterior"}

@@ -316,6 +316,7 @@ def test_noise_is_shared():
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failed_samples_are_left_out_and_named():
     net, data = problem()
     posterior = lp.Riemannian(net, "classification", n_samples=12).fit(data, generator=generator())
@@ -353,6 +354,7 @@ def test_stationarity_is_reported():
 # -- storage ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saved_statuses_and_lost_data(tmp_path):
     net, data = problem()
     posterior = lp.Riemannian(net, "classification", n_samples=2).fit(data)

@@ -232,6 +232,7 @@ def grouped():
     return nn.Linear(30, 1, bias=False).double(), [(x[:70], y[:70]), (x[70:], y[70:])], groups
 
 
+@pytest.mark.slow
 def test_the_fixed_point_is_that_of_the_dense_evidence():
     model, data, groups = grouped()
     exact, noise = mackay(dense(model, "regression", data), groups)

@@ -101,7 +101,7 @@ def test_without_noise_predictions_are_the_networks_bit_by_bit():
         assert torch.equal(outputs, model(x))
 
 
-@pytest.mark.parametrize("tolerance", [0.05, 0.4])
+@pytest.mark.parametrize("tolerance", [pytest.param(0.05, marks=pytest.mark.slow), 0.4])
 def test_the_scale_is_that_of_the_closed_form(tolerance):
     """At the network's own output m the averaged density is N(m; m, ν² I + s² σ² ‖x‖² U Uᵀ)."""
     model, x, n, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 1000, 0.8

@@ -176,6 +176,7 @@ def test_bound_of_other_linear_models_is_below_the_evidence():
         assert posterior.elbo().elbo < evidence
 
 
+@pytest.mark.slow
 def test_fit_ends_at_the_optimum_of_the_bound(problem, linear):
     net, data = problem
     for options in ({}, {"expectation": "sampled"}, {"rows": "logit", "projector": "svd"}):

@@ -71,6 +71,7 @@ def test_the_state_of_a_variational_optimizer():
     assert_close(posterior.effective_dimension(), (hess / (hess + decay)).sum())
 
 
+@pytest.mark.slow
 def test_the_state_of_adam_is_the_empirical_fisher_matrix():
     # At the optimum, with a learning rate of zero; batches of 5 of the 30 data are drawn with replacement.
     torch.manual_seed(0)
