@@ -59,6 +59,9 @@ ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and 3·10⁹ outputs
 times weights."""
 
+LEAST_ROWS = 10
+"""Data of which fewer tell nothing of each other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoTuning(TuningResult):
@@ -157,9 +160,6 @@ class Auto:
         )
 
 
-LEAST_ROWS = 10
-"""Data of which fewer tell nothing of each other."""
-
 _WHY = {
     "unknown": "The training data tell little of what new data would lose, so that the network predicts.",
     "marginal_likelihood": "No other scale of the covariance is expected to lose less on new data.",
@@ -191,6 +191,8 @@ class _Views:
     def at_data(self, rows: Rows) -> Tensor | None:
         """At the data, under their own targets, with the network's outputs told by others; None if they tell little."""
         likelihood, index = self.own.likelihood, rows.chosen(new_data.ROWS)
+        if len(index) < LEAST_ROWS:
+            return None
         parts, place = rows.around(index)
         features = new_data.unlearned_features(self.own.network, parts)[place]
         kept = new_data.distinct(features)
@@ -199,7 +201,7 @@ class _Views:
             outputs = outputs - outputs.mean(1, keepdim=True)
         told = new_data.left_out_outputs(features[kept], outputs)
         missed = (told - outputs).square().sum() / (outputs - outputs.mean(0)).square().sum()
-        if len(index) < LEAST_ROWS or not float(missed) <= 1 - new_data.TOLD_OUTPUTS:
+        if len(kept) < LEAST_ROWS or not float(missed) <= 1 - new_data.TOLD_OUTPUTS:  # or NaN: outputs are all alike
             return None
         some = evenly(len(index), self.most, index.device)
         targets, weights = cut(rows.targets, index[some]), rows.weights[index[some]]
@@ -238,19 +240,18 @@ class _Views:
     def _losses(self, parts: list[Any], place: Tensor | None, outputs: Tensor | None, score: Score) -> Tensor:
         """Losses at inputs, or at some of their rows with other outputs."""
         own, likelihood, seed = self.own, self.own.likelihood, self.options["seed"]
-        link, size = self.options["link"] or likelihood.links[0], self.own.n_outputs
+        link, n, size = self.options["link"] or likelihood.links[0], self.options["n_samples"], self.own.n_outputs
         generator = torch.Generator().manual_seed(0)  # for covariances that are estimated
         found = [own.functional_posterior(x, outputs=outputs_for(link, size), generator=generator) for x in parts]
         mean = torch.cat([one.mean.reshape(-1, size) for one in found])
         covariance = torch.cat([one.covariance.flatten(0, one.mean.ndim - 2) for one in found])
         if place is not None and outputs is not None:
             mean, covariance = outputs.to(mean), covariance[place]
-        options = {"n_samples": self.options["n_samples"]}
 
         def loss(scale: float, link: str | None) -> float:
             source = None if seed is None else torch.Generator(device=mean.device).manual_seed(seed)
             return float(
-                score(from_functional(likelihood, mean, scale * covariance, link=link, generator=source, **options))
+                score(from_functional(likelihood, mean, scale * covariance, link=link, n_samples=n, generator=source))
             )
 
         losses = [loss(scale, link) for scale in self.scales]
@@ -329,8 +330,7 @@ def _of_regression(
     deletions = Deletions(own, data, precision, None, "first_order", "position", **moving)
     deletions.without_own, deletions.strict = own.structure.name == "full", False
     error = noise_from_residuals(own)
-    variance = own.noise_std.square().to(error.noise_std)
-    deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
+    deletions.inflation = (error.noise_std / error.residual_std - 1) * own.noise_std.square().to(error.noise_std)
     found = left_out_losses(deletions, precision, torch.ones(1, device="cpu"), scales, noisy=True, progress=progress)
     losses = found.losses
     best = int((losses <= losses.min() + TOLERANCE).nonzero()[0])
