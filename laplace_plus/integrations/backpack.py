@@ -19,9 +19,8 @@ from backpack.extensions import KFLR, DiagGGNExact, SqrtGGNExact
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
+from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure
 from laplace_plus.integrations.foreign import ForeignBackend, Layer, Task
-from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import Gradients, whole_layout
 from laplace_plus.network.invariant import examined
@@ -56,33 +55,25 @@ class BackPack(ForeignBackend):
     supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(("ggn", name) for name in _EXTENSIONS)
 
     @override
-    def check(self, structure: Structure, likelihood: Likelihood) -> None:
-        super().check(structure, likelihood)
-        if likelihood.n_noise > 1 and isinstance(structure, KroneckerStructure):
-            got = f"{likelihood.n_noise} noise levels"
-            raise self.refusal("cannot separate the outputs in Kronecker factors", "one noise level", got)
-
-    @override
     def compute(self, task: Task) -> Curvature:
         network, structure = task.network, task.structure
-        loss, scale = self.loss(task.likelihood)
+        several, scale = task.likelihood.n_noise > 1, self.loss(task)[1]
         private = self.private_copy(network)
         layers = self.kronecker_layers(task, private) if isinstance(structure, KroneckerStructure) else []
         for layer in layers:  # BackPACK's factors of convolutions are neither KFAC-expand nor KFAC-reduce
-            if not isinstance(layer.module, nn.Linear) or layer.call.value.ndim != 2:
-                got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
-                raise self.refusal(f"has other factors for {layer.name!r}", "nn.Linear on inputs [B, i]", got)
-        by_output = task.likelihood.n_noise > 1 and isinstance(structure, DiagonalStructure)
+            known = isinstance(layer.module, nn.Linear) and layer.call.value.ndim == 2 and not several
+            got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
+            expected = "nn.Linear on inputs [B, i], and one noise level"
+            self.require(known, f"has other factors for {layer.name!r}", expected, got)
+        by_output = several and isinstance(structure, DiagonalStructure)
         make, field = _EXTENSIONS["full" if by_output else structure.name]
         with _extended(private), torch.enable_grad():
-            self._run(private, task, loss, make())
+            self._run(private, task, make())
         found = {name: getattr(p, field, None) for name, p in private.named_parameters() if p.requires_grad}
         unused = examined(network, task.capture).unused
-        for name, value in found.items():
-            if value is None and name not in unused:
-                got = type(private.get_submodule(name.rpartition(".")[0])).__name__
-                expected = "modules that BackPACK supports, called as modules"
-                raise self.refusal(f"cannot differentiate the module of {name!r}", expected, got)
+        missing = [name for name, value in found.items() if value is None and name not in unused]
+        expected = "modules that BackPACK supports, called as modules"
+        self.require(not missing, "cannot differentiate some modules", expected, f"those of {', '.join(missing)}")
         if layers:
             size = len(task.outputs)
             return Curvature([(layer.layout, _kronecker_block(layer, found, size, scale, network)) for layer in layers])
@@ -93,23 +84,22 @@ class BackPack(ForeignBackend):
             values = values.view(-1, network.n_parameters) * scale  # [K, P]
             layouts = Gradients(network, task.capture).layouts
             return Curvature([(layout, DiagonalBlock(layout.gather(values))) for layout in layouts])
-        rows = values if task.likelihood.n_noise > 1 else values.flatten(0, 1)[None]  # [V, B, P] or [1, V·B, P]
+        rows = values if several else values.flatten(0, 1)[None]  # [V, B, P] or [1, V·B, P]
         layout = whole_layout(network)
         return Curvature([(layout, DenseBlock((rows.mT @ rows)[:, None] * scale, layout.shape))])
 
-    def _run(self, private: nn.Module, task: Task, loss: nn.Module, extension: Any) -> None:
+    def _run(self, private: nn.Module, task: Task, extension: Any) -> None:
         """A forward pass, and a backward pass of the loss with the extension."""
+        loss, _, targets, ignored = self.loss(task)
         leaves, rebuild = batches.flatten(task.batch.inputs)
         # Without a history, which a backward pass would otherwise reach.
         inputs = rebuild([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         raw = batches.output_tensor(batches.call(private, inputs))
         is_binary = isinstance(loss, nn.BCEWithLogitsLoss)
-        if raw.ndim != 2 or raw.shape != task.outputs.shape or (is_binary and raw.shape[1] > 1):
-            expected = f"outputs {'[B, 1]' if is_binary else '[B, C]'}"
-            raise self.refusal("has losses for one row of outputs per example", expected, f"{tuple(raw.shape)}")
-        targets, ignored = task.loss_targets()
-        if ignored:
-            raise self.refusal("counts ignored targets", "no target equal to ignore_index", "ignored targets")
+        plain = raw.ndim == 2 and raw.shape == task.outputs.shape and not (is_binary and raw.shape[1] > 1)
+        expected = f"outputs {'[B, 1]' if is_binary else '[B, C]'}"
+        self.require(plain, "has losses for one row of outputs per example", expected, tuple(raw.shape))
+        self.require(not ignored, "counts ignored targets", "no target equal to ignore_index", "ignored targets")
         with backpack(extension):
             extend(loss)(raw, targets).backward()
 

@@ -56,19 +56,16 @@ class Curvlinops(ForeignBackend):
     @override
     def compute(self, task: Task) -> Curvature:
         structure, n_noise = task.structure, task.likelihood.n_noise
-        loss, scale = self.loss(task.likelihood)
-        targets, ignored = task.loss_targets()
+        loss, scale, targets, ignored = self.loss(task)
         runs = []  # for each noise level, the outputs that have it and their targets
         for outputs_of in [slice(None)] if n_noise == 1 else [slice(k, k + 1) for k in range(n_noise)]:
             runs.append((outputs_of, targets[..., outputs_of] if targets.is_floating_point() else targets))
         if not isinstance(structure, KroneckerStructure):
             return self._full(task, runs, loss, scale)
-        if task.outputs.ndim > 2:  # curvlinops treats positions as examples
-            what, got = "mixes the positions of different examples in Kronecker factors", tuple(task.outputs.shape)
-            raise self.refusal(what, "outputs [B, C]", f"outputs {got}")
-        if ignored:
-            expected = "no target equal to ignore_index"
-            raise self.refusal("counts ignored targets in Kronecker factors", expected, "ignored targets")
+        what, shape = "mixes positions, and counts ignored targets, in Kronecker factors", tuple(task.outputs.shape)
+        plain = task.outputs.ndim == 2 and not ignored  # noqa: PLR2004
+        expected = "outputs [B, C], and no target equal to ignore_index"
+        self.require(plain, what, expected, f"outputs {shape}, {'some' if ignored else 'none'} ignored")
         return self._factored(task, structure.weight_sharing, runs, loss, scale)
 
     def _options(self, task: Task, targets: Tensor) -> dict[str, Any]:
@@ -83,7 +80,11 @@ class Curvlinops(ForeignBackend):
 
     def _full(self, task: Task, runs: list[tuple[slice, Tensor]], loss: nn.Module, scale: float) -> Curvature:
         network = task.network
-        self._require_no_padding_row(task)
+        for name, module in network.model.named_modules():  # only backward derivatives leave padding rows out
+            weight = f"{name}.weight" if name else "weight"
+            is_padded = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
+            what, expected = f"differentiates in the padding row of {weight!r}", "an embedding without padding_idx"
+            self.require(not is_padded or weight not in network.parameter_names, what, expected, "padding_idx")
         parts = []
         for outputs_of, targets in runs:
             model = _Outputs(outputs_of, loss)
@@ -102,24 +103,14 @@ class Curvlinops(ForeignBackend):
         layout = whole_layout(network)
         return Curvature([(layout, DenseBlock((matrix + matrix.mT) / 2, layout.shape))])
 
-    def _require_no_padding_row(self, task: Task) -> None:
-        """Refuse padding rows of embeddings, which later batches may have: only backward derivatives leave them out."""
-        for name, module in task.network.model.named_modules():
-            weight = f"{name}.weight" if name else "weight"
-            is_padded = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
-            if is_padded and weight in task.network.parameter_names:
-                what = f"differentiates in the padding row of {weight!r}, which training does not change"
-                raise self.refusal(what, "an embedding without padding_idx", "padding_idx")
-
     def _factored(
         self, task: Task, sharing: str, runs: list[tuple[slice, Tensor]], loss: nn.Module, scale: float
     ) -> Curvature:
         network, n_data = task.network, len(task.outputs)
-        if any(
-            row is None or (sharing == "reduce" and row is not FIRST) for row in examined(network, task.capture).rows
-        ):
-            expected, got = "rows of one example each, in order", "a network that moves or shares rows"
-            raise self.refusal("takes rows of a layer for those of one example after another", expected, got)
+        rows = examined(network, task.capture).rows
+        in_order = all(row is FIRST or (sharing == "expand" and row is not None) for row in rows)
+        what, expected = "takes rows of a layer for those of one example after another", "rows of examples in order"
+        self.require(in_order, what, expected, "a network that moves or shares rows")
         private = self.private_copy(network)
         layers = self.kronecker_layers(task, private)
         parameters = dict(private.named_parameters())

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from typing_extensions import override
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.native import Native
 from laplace_plus.curvature.structures import Curvature, Structure
-from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import Batch
@@ -48,21 +47,6 @@ class Task:
     structure: Structure
     capture: Capture
     outputs: Tensor
-
-    def loss_targets(self) -> tuple[Tensor, bool]:
-        """Targets as torch's losses take them, and whether some are to be ignored.
-
-        They are labels ``[B, *]``, −100 where ignored, or numbers ``[B, *, C]``.
-        """
-        _, targets, weight = self.likelihood.rows(widen(self.outputs), self.batch.target)
-        if targets.is_floating_point() and self.likelihood.couples_outputs:
-            what, fix = "Soft labels are not for this backend.", 'Use backend="native".'
-            raise UnsupportedError(what, got=f"{targets.dtype} targets", fix=fix)
-        if bool(targets.isnan().any()):
-            raise UnsupportedError("Missing targets are not for this backend.", got="NaN", fix='Use backend="native".')
-        if targets.is_floating_point():
-            return targets.view(self.outputs.shape), bool((weight == 0).any())
-        return targets.where(weight > 0, -100).view(self.outputs.shape[:-1]), bool((weight == 0).any())
 
 
 @dataclass(frozen=True)
@@ -94,8 +78,13 @@ class ForeignBackend(Backend):
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
         task = Task(network, likelihood, batch, structure, capture, outputs)
-        with self._translated():
+        try:
             found = self.compute(task)
+        except (torch.OutOfMemoryError, UnsupportedError):
+            raise
+        except (*NETWORK_ERRORS, AssertionError) as error:  # the library's: the network has run on this batch before
+            text = " ".join(str(error).split())[:400] or type(error).__name__
+            self.require(False, "cannot differentiate this network", "operations that the library supports", text)
         if total is not None:
             return total.add_(found), outputs
         self._compare(found, task)
@@ -114,45 +103,36 @@ class ForeignBackend(Backend):
 
         native = quadratics(Native().accumulate(None, network, task.likelihood, task.batch, task.structure)[0])
         mine = quadratics(found)
-        if not torch.allclose(mine, native, rtol=torch.finfo(vectors.dtype).eps ** 0.5, atol=1e-30):
-            got = f"vᵀ H v of {mine.tolist()}"
-            raise self.refusal("computes another curvature for this network", f"the native {native.tolist()}", got)
+        same = torch.allclose(mine, native, rtol=torch.finfo(vectors.dtype).eps ** 0.5, atol=1e-30)
+        what, got = "computes another curvature for this network", f"vᵀ H v of {mine.tolist()}"
+        self.require(same, what, f"the native {native.tolist()}", got)
 
     @abstractmethod
     def compute(self, task: Task) -> Curvature:
         """The curvature of one batch."""
 
-    def refusal(self, what: str, expected: str, got: str) -> UnsupportedError:
-        """The error for what the library, unlike the native backend, cannot do; ``what`` follows "The … backend"."""
-        fix = 'Use backend="native".'
-        return UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=got, fix=fix)
+    def require(self, holds: bool, what: str, expected: str, got: Any) -> None:
+        """UnsupportedError for what the library, unlike the native backend, cannot do; ``what`` has no subject."""
+        if not holds:
+            fix = 'Use backend="native".'
+            raise UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=str(got), fix=fix)
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn the library's own errors into an :class:`UnsupportedError` that keeps their text.
+    def loss(self, task: Task) -> tuple[nn.Module, float, Tensor, bool]:
+        """The torch loss of a likelihood at unit noise, its factor, targets for it, and whether some are ignored.
 
-        The network has run on the same batch before, so any failure in here is the library's.
+        Targets are labels ``[B, *]``, −100 where ignored, or numbers ``[B, *, C]``.
         """
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError) as error:
-            if isinstance(error, LaplacePlusError) and not isinstance(error, InputError):
-                raise
-            cause = error.__cause__ if isinstance(error, InputError) else error
-            text = " ".join(str(cause).split()) or type(cause).__name__
-            raise self.refusal(
-                "cannot differentiate this network", "operations that the library supports", text[:400]
-            ) from error
-
-    def loss(self, likelihood: Likelihood) -> tuple[nn.Module, float]:
-        """The torch loss of a likelihood at unit noise, and its factor; UnsupportedError if there is none."""
-        found = _LOSSES.get(type(likelihood))
-        if found is None or likelihood.of_new_targets is not None:  # weights or smoothing
-            expected = ", ".join(cls.__name__ for cls in _LOSSES) + ", without weights"
-            raise self.refusal(f"has no loss for {type(likelihood).__name__}", expected, repr(likelihood))
-        return found[0](reduction="sum"), found[1]
+        likelihood, shape = task.likelihood, task.outputs.shape
+        known = type(likelihood) in _LOSSES and likelihood.of_new_targets is None  # neither weights nor smoothing
+        expected = ", ".join(cls.__name__ for cls in _LOSSES) + ", without weights"
+        self.require(known, f"has no loss for {type(likelihood).__name__}", expected, likelihood)
+        make, factor = _LOSSES[type(likelihood)]
+        _, targets, weight = likelihood.rows(widen(task.outputs), task.batch.target)
+        is_number = targets.is_floating_point()
+        plain = not (is_number and likelihood.couples_outputs) and not bool(targets.isnan().any())
+        self.require(plain, "takes no soft or missing targets", "class indices, or numbers", f"{targets.dtype}, or NaN")
+        targets = targets.view(shape) if is_number else targets.where(weight > 0, -100).view(shape[:-1])
+        return make(reduction="sum"), factor, targets, bool((weight == 0).any())
 
     def private_copy(self, network: Network) -> nn.Module:
         """A copy of the model in evaluation mode, which may take hooks and attributes.
@@ -162,8 +142,7 @@ class ForeignBackend(Backend):
         """
         memo: dict[int, object] = {}
         tied = set(network.parameter_names).difference(dict(network.model.named_parameters()))
-        if tied:
-            raise self.refusal("cannot tell uses of a tied weight apart", "weights that are not tied", f"{tied}")
+        self.require(not tied, "cannot tell uses of a tied weight apart", "weights that are not tied", tied)
         for name, parameter in network.model.named_parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=name in network.parameter_names)
         private: nn.Module = copy.deepcopy(network.model, memo)
@@ -179,9 +158,11 @@ class ForeignBackend(Backend):
             module = private.get_submodule(next(iter(owners)))
             uses = [call for call in task.capture.calls if {rows.name for rows in call.rows} & set(layout.names)]
             known = len(owners) == 1 and type(module) in (nn.Linear, nn.Conv2d)
-            if not known or layout.rule != MATRIX or layout.shape[0] != 1 or len(uses) != 1:
-                expected = "nn.Linear, or nn.Conv2d without groups, each used once"
-                got = f"{type(module).__name__}, {len(uses)} uses"
-                raise self.refusal(f"has no Kronecker product for {layout.names[0]!r}", expected, got)
+            known = known and layout.rule == MATRIX and layout.shape[0] == 1 and len(uses) == 1
+            what, got = (
+                f"has no Kronecker product for {layout.names[0]!r}",
+                f"{type(module).__name__}, {len(uses)} uses",
+            )
+            self.require(known, what, "nn.Linear, or nn.Conv2d without groups, each used once", got)
             layers.append(Layer(layout, next(iter(owners)), module, uses[0]))
         return layers
