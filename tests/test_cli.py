@@ -431,7 +431,7 @@ def refused(arguments, capsys):
         (["run", "--training.epoch", "3"], "training.epoch"),
         (["run", "--data.train_fraction", "1.0"], "data.train_fraction"),
         (["run", "--data.held_out_classes", "[10]"], "held_out_classes"),
-        (["run", "--posteriors", "[]"], "posteriors is empty"),
+        (["run", "--posteriors", "[]"], "number of posteriors"),
         (["wrap"], "model"),
     ],
 )
@@ -442,8 +442,8 @@ def test_bad_arguments(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "nowhere_at_all:model"}, "no module 'nowhere_at_all'"),
-        ({"model": "wrapped_wrongly:nothing"}, "no 'nothing'"),
+        ({"model": "nowhere_at_all:model"}, "No module named 'nowhere_at_all'"),
+        ({"model": "wrapped_wrongly:nothing"}, "no attribute 'nothing'"),
         ({"model": "wrapped_wrongly:count", "model_kwargs": {"n": 3}}, "returned no network"),
         ({"model_kwargs": {"depth": 3}}, "no option 'depth'"),
         ({"checkpoint": "nowhere.safetensors"}, "nowhere.safetensors"),

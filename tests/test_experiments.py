@@ -151,7 +151,7 @@ def test_posteriors_are_read():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([], "posteriors is empty"),
+        ([], "number of posteriors"),
         ([{"parameters": "all"}], "has no class"),
         ([{"class": "KFOC"}], "KFOC"),
         ([{"class": "KFAC", "colour": "red"}], "no option 'colour'"),
@@ -159,7 +159,7 @@ def test_posteriors_are_read():
         ([{"class": "KFAC"}, {"class": "KFAC"}], "'KFAC' is taken"),
         ([{"class": "KFAC", "label": "MAP"}], "'MAP' is taken"),
         ([{"class": "math:sqrt"}], "not a posterior class"),
-        ([{"class": "laplace_plus.nowhere:KFAC"}], "no module"),
+        ([{"class": "laplace_plus.nowhere:KFAC"}], "No module"),
     ],
 )
 def test_posteriors_that_cannot_be_read(entries, message):

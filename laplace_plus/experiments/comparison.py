@@ -19,7 +19,6 @@ from laplace_plus.errors import NoGainWarning
 from laplace_plus.experiments.settings import PosteriorSettings
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
-from laplace_plus.posteriors.base import Posterior
 from laplace_plus.predictive import Prediction
 
 POINT = "MAP"
@@ -105,7 +104,7 @@ class Outcome:
     scores: dict[str, float]
     seconds: dict[str, float]
     facts: dict[str, Any] = field(default_factory=dict)
-    posterior: Posterior | None = None
+    posterior: Any = None
 
 
 def compare(
@@ -131,47 +130,39 @@ def compare(
 
     def outcome(settings: PosteriorSettings) -> Outcome:
         posterior = settings.posterior_class(model, likelihood, **settings.options)
-        started = time.perf_counter()
+        times = [time.perf_counter()]
         posterior.fit(data.train, progress=progress, generator=generator())
-        seconds = {"fit": time.perf_counter() - started}
+        times.append(time.perf_counter())
         if settings.tune is not None:
-            started = time.perf_counter()
             uses_validation = "validation" in (settings.tune.get("method"), settings.tune.get("tuner"))
             keywords = {**settings.tune, **({"data": data.validation} if uses_validation else {})}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NoGainWarning)  # the report shows whether there was a gain
                 posterior.fit_prior_precision(**keywords)
-            seconds["tune"] = time.perf_counter() - started
+        times.append(time.perf_counter())
         predict = partial(posterior.predictive, **{"generator": generator(), **settings.predict})
-        return score(predict, settings.label, posterior.likelihood, seconds, posterior)
+        found = score(predict, settings.label, posterior.likelihood)
+        seconds = {"fit": times[1] - times[0], "tune": times[2] - times[1], **found.seconds}
+        facts: dict[str, Any] = {"prior_precision": posterior.prior_precision.detach().cpu().tolist()}
+        if hasattr(posterior, "log_marginal_likelihood"):
+            facts["log_marginal_likelihood"] = float(posterior.log_marginal_likelihood())
+        if (noise := posterior.likelihood.noise_std) is not None:
+            facts["noise_std"] = noise.detach().cpu().tolist()
+        return replace(found, seconds=seconds, facts=facts, posterior=posterior)
 
-    def score(
-        predict: Predict, label: str, likelihood: Likelihood, seconds: dict[str, float], posterior: Posterior | None
-    ) -> Outcome:
+    def score(predict: Predict, label: str, likelihood: Likelihood) -> Outcome:
         started = time.perf_counter()
         predictions = gather(predict, likelihood, iterate(data.test, description=f"predict ({label})"))
-        seconds["predict"] = time.perf_counter() - started
-        scores = predictions.scores()
+        seconds, scores = {"predict": time.perf_counter() - started}, predictions.scores()
         if data.out_of_distribution is not None:
             shifted = iterate(data.out_of_distribution, description=f"predict out of distribution ({label})")
             uncertainties = gather_uncertainties(predict, likelihood, shifted)
             scores["ood_auroc"] = float(metrics.ood_auroc(predictions.uncertainty(), uncertainties))
-        return Outcome(predictions, scores, seconds, {} if posterior is None else _facts(posterior), posterior)
+        return Outcome(predictions, scores, seconds)
 
     outcomes = {settings.label: outcome(settings) for settings in posteriors}
-    first = next(iter(outcomes.values())).posterior if outcomes else None
-    tuned = likelihood if first is None else first.likelihood
-    return {POINT: score(Ensemble([model], tuned).predictive, POINT, tuned, {}, None), **outcomes}
-
-
-def _facts(posterior: Posterior) -> dict[str, Any]:
-    facts: dict[str, Any] = {"prior_precision": posterior.prior_precision.detach().cpu().tolist()}
-    if hasattr(posterior, "log_marginal_likelihood"):
-        facts["log_marginal_likelihood"] = float(posterior.log_marginal_likelihood())
-    noise = posterior.likelihood.noise_std
-    if noise is not None:
-        facts["noise_std"] = noise.detach().cpu().tolist()
-    return facts
+    tuned = next(iter(outcomes.values())).posterior.likelihood
+    return {POINT: score(Ensemble([model], tuned).predictive, POINT, tuned), **outcomes}
 
 
 def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Classified | Regressed:
@@ -189,10 +180,8 @@ def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batc
             kept = (share > 0) & ~labels.isnan()
             columns += (labels.nan_to_num(0).long(),)
         else:
-            columns += (
-                _plain(prediction.log_prob(likelihood.separate(batch.target)[0])).reshape(-1),
-                _plain(targets).reshape(columns[0].shape),
-            )
+            density = prediction.log_prob(likelihood.separate(batch.target)[0])
+            columns += _plain(density).reshape(-1), _plain(targets).reshape(columns[0].shape)
             if isinstance(batch.inputs, Tensor) and batch.inputs.numel() == columns[0].numel() == len(kept):
                 columns += (_plain(batch.inputs).flatten(),)
         found.append(tuple(column[kept] for column in columns))

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments.run import trained_model
 from laplace_plus.experiments.settings import PredictSettings, load_object, make
 from laplace_plus.posteriors import load
-from laplace_plus.predictive import Prediction
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -39,13 +37,13 @@ def predict(settings: PredictSettings, *, progress: bool = False, say: Callable[
     dtype = next(own.dtype for own in model.parameters())
     transform = load_object(settings.transform) if settings.transform else lambda batch: batch
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
-    found = []
+    spread, found = "epistemic" if posterior.likelihood.is_classifier else "std", []
     for inputs in _batches(arrays, settings.batch_size, dtype):
         prediction = posterior.predictive(transform(inputs), generator=generator)
-        found.append({name: part.detach().cpu().numpy() for name, part in _columns(prediction).items()})
-    table: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
-    if names:
-        table = {"file": np.array(names), **table}
+        columns = prediction.mean, getattr(prediction, spread), prediction.entropy()
+        found.append([part.detach().cpu().numpy() for part in columns])
+    table: dict[str, Any] = {"file": np.array(names)} if names else {}
+    table |= dict(zip(("mean", spread, "entropy"), map(np.concatenate, zip(*found, strict=True)), strict=True))
     if output.suffix == ".npz":
         np.savez(output, **table)
     else:
@@ -86,11 +84,6 @@ def _batches(arrays: dict[str, Any], size: int, dtype: torch.dtype) -> Iterator[
     tensors = {name: own.to(dtype) if own.is_floating_point() else own for name, own in tensors.items()}
     for parts in zip(*(own.split(size) for own in tensors.values()), strict=True):
         yield parts[0] if len(parts) == 1 else dict(zip(tensors, parts, strict=True))
-
-
-def _columns(prediction: Prediction) -> dict[str, Tensor]:
-    spread = {"std": prediction.std} if not prediction.likelihood.is_classifier else {"epistemic": prediction.epistemic}
-    return {"mean": prediction.mean, **spread, "entropy": prediction.entropy()}
 
 
 def _write_csv(output: Path, table: dict[str, Any]) -> None:

@@ -13,9 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,6 @@ TITLES = {
 }
 """Column titles by metric, in the order of the columns; the arrow points to where better is."""
 
-_DISTRIBUTIONS = ("torch", "numpy", "scipy", "curvlinops-for-pytorch", "backpack-for-pytorch", "scikit-learn")
-
 Say = Callable[[str], None]
 """Prints a line for the user."""
 
@@ -64,28 +60,21 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
     """
     posteriors = read_posteriors(settings.posteriors)
     options: dict[str, Any] = {"device": settings.device, "progress": progress}
-    started = time.perf_counter()
-    repeats: list[dict[str, Outcome]] = []
-    models: list[nn.Module] = []
-    train_seconds: list[float] = []
-    n_threads = torch.get_num_threads()
+    output, started, n_threads = Path(settings.output), time.perf_counter(), torch.get_num_threads()
+    repeats, train_seconds = list[dict[str, Outcome]](), list[float]()
     torch.set_num_threads(1)  # for so small a network, more threads take longer
     try:
         for seed in range(settings.seeds):
             digits = load_digits(settings.data, seed=seed)
             before = time.perf_counter()
-            models.append(train_network(digits, settings.training, seed=seed, **options))
+            model = train_network(digits, settings.training, seed=seed, **options)
             train_seconds.append(time.perf_counter() - before)
             data = Data(**{name: DataLoader(split, batch_size=256) for name, split in digits.items()})
-            repeats.append(compare(models[-1], Categorical(), data, posteriors, seed=seed, **options))
+            repeats.append(compare(model, Categorical(), data, posteriors, seed=seed, **options))
             if seed == 0:  # at once: further seeds may be interrupted
-                save_file(models[0].state_dict(), Path(settings.output) / "model.safetensors")
-                save_posteriors(Path(settings.output), repeats[0], say=say)
-            times = [
-                f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
-                for label, outcome in repeats[-1].items()
-            ]
-            say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s; {'; '.join(times)}")
+                save_file(model.state_dict(), output / "model.safetensors")
+                save_posteriors(output, repeats[0], say=say)
+            say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s, {time.perf_counter() - before:.1f} s in all")
     finally:
         torch.set_num_threads(n_threads)
     sizes = {name: len(split) for name, split in digits.items()}
@@ -96,7 +85,7 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
         "train_seconds": train_seconds,
     }
     say(f"images: {sizes}\n")
-    write_report(settings, models[0], repeats, facts, started, say=say)
+    write_report(settings, model, repeats, facts, started, say=say)
 
 
 def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
@@ -140,11 +129,9 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         weights = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
         # torch's own message tells how to unpickle the file anyway, which must not be offered.
-        raise ConfigurationError(
-            "The checkpoint cannot be read as a file of weights.",
-            expected="a state dict, as safetensors (*.safetensors) or as saved by torch.save",
-            got=str(path) if path.is_file() else f"no file at {path}",
-        ) from error
+        what, expected = "The checkpoint cannot be read.", "a state dict, of safetensors or of torch.save"
+        got = str(path) if path.is_file() else f"no file at {path}"
+        raise ConfigurationError(what, expected=expected, got=got) from error
     model.load_state_dict(weights)
 
 
@@ -173,19 +160,16 @@ def write_report(
     """Write metrics.json and pictures, over those of earlier runs; print a table.
 
     For classes, reliability.png. For numbers, coverage.png, and prediction.png where one number is predicted from one.
-
-    ``model`` is the first repeat's network, ``repeats`` are outcomes by label, ``facts`` is what metrics.json also
-    holds, and ``started`` is `time.perf_counter()` at the start.
+    ``repeats`` are outcomes by label, ``facts`` is what metrics.json also holds, ``started`` a `time.perf_counter()`.
     """
     output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
     predictions: dict[str, Any] = {label: outcomes[0].predictions for label, outcomes in by_label.items()}
     if isinstance(predictions[POINT], Classified):
-        each: dict[str, Any] = {label: [one.predictions for one in outcomes] for label, outcomes in by_label.items()}
-        pooled = {
-            label: (torch.cat([one.probabilities for one in own]), torch.cat([one.targets for one in own]))
-            for label, own in each.items()
-        }
+        pooled: dict[str, Any] = {}
+        for label, outcomes in by_label.items():
+            each: Any = [one.predictions for one in outcomes]
+            pooled[label] = torch.cat([one.probabilities for one in each]), torch.cat([one.targets for one in each])
         diagram = plotting.reliability_diagram(pooled, n_bins=15)  # as the expected calibration error of the table
         diagram.savefig(output / "reliability.png", dpi=150)
     else:
@@ -197,7 +181,8 @@ def write_report(
     methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
     n_parameters, seconds = sum(p.numel() for p in model.parameters()), time.perf_counter() - started
     content = {**facts, "methods": methods, "parameters": n_parameters, "total_seconds": seconds}
-    write_json(output / "metrics.json", {**content, "configuration": asdict(settings), "versions": versions()})
+    versions = {"python": platform.python_version(), "laplace_plus": __version__, "torch": torch.__version__}
+    write_json(output / "metrics.json", {**content, "configuration": asdict(settings), "versions": versions})
     repeated = f"mean ± standard error over {len(repeats)} seeds; " if len(repeats) > 1 else ""
     say(f"{table(methods)}\n\n{repeated}{seconds:.0f} s in all; written to {output}/")
 
@@ -227,15 +212,6 @@ def table(methods: Mapping[str, Any]) -> str:
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
-
-
-def versions() -> dict[str, str]:
-    """The versions that the numbers depend on."""
-    found = {"python": platform.python_version(), "laplace_plus": __version__}
-    for name in _DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

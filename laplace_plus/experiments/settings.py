@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
@@ -192,14 +193,13 @@ def read_posteriors(entries: list[dict[str, Any]]) -> list[PosteriorSettings]:
     `fit_prior_precision`, or false) and `predict` (a mapping for `predictive`); other keys go to the constructor.
     ConfigurationError for no entry, an unknown class, an option that the class does not have, or two like labels.
     """
-    if not entries:
-        raise ConfigurationError("posteriors is empty.", expected="at least one", fix="Add `- class: KFAC`.")
+    checks.count("The number of posteriors", len(entries), fix="Add `- class: KFAC`.")
     settings = [_read_posterior(dict(entry)) for entry in entries]
     folders = [folder_of("MAP"), *(folder_of(one.label) for one in settings)]
-    for one in settings:
-        if folders.count(folder_of(one.label)) > 1:
-            what, expected = f"The label {one.label!r} is taken.", "a `label` for each posterior, and none of them MAP"
-            raise ConfigurationError(what, expected=expected)
+    taken = [one.label for one in settings if folders.count(folder_of(one.label)) > 1]
+    if taken:
+        what, expected = f"The label {taken[0]!r} is taken.", "a `label` for each posterior, and none of them MAP"
+        raise ConfigurationError(what, expected=expected)
     return settings
 
 
@@ -230,17 +230,13 @@ def check_options(what: str, keywords: Mapping[str, Any], function: Callable[...
 def load_object(name: str) -> Any:
     """What `module:attribute` names; ConfigurationError if there is none, or the name is not of that form."""
     module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ConfigurationError("A name is incomplete.", expected="module:name", got=name)
     try:
-        return pkgutil.resolve_name(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+        return attrgetter(attribute)(import_module(module))
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists and misses one of its own imports: its author needs the traceback
         fix = "Put it beside the configuration file or in the current directory, or install it."
-        raise ConfigurationError(f"There is no module {module!r}.", got=name, fix=fix) from error
-    except AttributeError as error:
-        raise ConfigurationError(f"The module {module!r} has no {attribute!r}.", got=name) from error
+        raise ConfigurationError(f"{name!r} is not found: {error}.", expected="module:name", fix=fix) from error
 
 
 def make(name: str, keywords: Mapping[str, Any]) -> Any:
