@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -71,23 +72,24 @@ def split(item: Any) -> Batch:
         >>> list(batch.inputs), batch.target
         (['input_ids'], tensor([0, 1]))
     """
-    inputs: Any = None
     target: Any = None
     if isinstance(item, Mapping):
-        inputs, target = inputs_of(item), next((item[key] for key in TARGET_KEYS if key in item), None)
-    elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
-        inputs, target = (item[0] if len(item) == 2 else tuple(item[:-1])), item[-1]  # noqa: PLR2004
-    leaves = [target] if isinstance(target, Tensor) else flatten(target)[0]
-    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        target = item.get(_target_key(item))
+    elif _is_sequence(item) and len(item) > 1:
+        target = item[-1]
+    leaves = leaves_of(target)
+    if not leaves or not all(map(torch.is_tensor, leaves)):
         expected = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
         fix = "let the loader yield batches (a DataLoader collates examples), or rename the target's key"
         if any(cls.__module__.startswith("torch_geometric") for cls in type(item).__mro__):
-            fix = (
-                "give the posterior network = GraphNetwork(model), of whole graphs GraphNetwork(model, level='graph'), "
-            )
-            fix += "and fit to GraphLoader(loader, network); both are in laplace_plus.integrations.torch_geometric"
+            fix = "give the posterior network = GraphNetwork(model), of whole graphs with level='graph', and fit to "
+            fix += "GraphLoader(loader, network); both are in laplace_plus.integrations.torch_geometric"
         raise DataError("A batch has no tensor as its target.", expected=expected, got=describe(item), fix=fix)
-    return Batch(inputs, target)
+    return Batch(inputs_of(item), target)
+
+
+def _target_key(item: Mapping[Any, Any]) -> Any:
+    return next(filter(item.__contains__, TARGET_KEYS), None)
 
 
 def inputs_of(item: Any, *, whole: bool | None = False) -> Any:
@@ -98,12 +100,12 @@ def inputs_of(item: Any, *, whole: bool | None = False) -> Any:
     if whole and _is_sequence(item) and item and not _is_sequence(item[0]):
         return item
     if isinstance(item, Mapping):
-        target = next((key for key in TARGET_KEYS if key in item), None)
-        inputs = {name: value for name, value in item.items() if name != target}
+        inputs = dict(item)
+        inputs.pop(_target_key(item), None)
         if not inputs:
             raise DataError("There are no inputs.", expected="x, or entries besides the target", got=describe(item))
         return inputs
-    if isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and item:
+    if _is_sequence(item) and item:
         return tuple(item[:-1]) if len(item) > 2 else item[0]  # noqa: PLR2004
     return item
 
@@ -135,23 +137,23 @@ def iterate(
             got=f"one batch, {describe(data)}" if is_batch else describe(data),
             fix="put a single batch into a list; wrap a dataset in a DataLoader: DataLoader(dataset, batch_size=...)",
         )
-    if progress:
-        data = progress_bar(data, enabled=True, description=description)
     seen, repeated = False, 0.0
-    for index, item in enumerate(data):
+    for index, item in enumerate(progress_bar(data, enabled=progress, description=description)):
         batch = split(item)
         target = to_device(batch.target, device)
-        sizes = {leaf.shape[:1] for leaf in tensors_in(target)}
-        size = max((len(leaf) for leaf in tensors_in(target) if leaf.ndim), default=0)
+        size, is_paired = -1, True
+        for leaf in tensors_in(target):
+            is_paired = is_paired and leaf.ndim > 0 and size in (-1, len(leaf))
+            size = len(leaf) if leaf.ndim else 0
         inputs = to_device(_by_example(batch.inputs, size), device)
-        if len(sizes) > 1 or () in sizes or (batch_size(inputs) == 0) != (batch_size(target) == 0):
+        if not is_paired or (batch_size(inputs) == 0) != (size == 0):
             raise DataError(
                 f"Batch {index} does not pair examples with targets.",
                 expected="as many inputs as targets [B, ...]",
                 got=f"{describe(inputs)} with the target {describe(target)}",
                 fix="wrap a dataset of single examples in a DataLoader, and check the function that collates",
             )
-        if batch_size(target) == 0:
+        if size == 0:
             continue
         if repeated >= 0 and isinstance(inputs, Mapping) and "input_ids" in inputs:
             repeated += _repeated_tokens(inputs, target)
@@ -242,12 +244,13 @@ def bind(
         ((), {'a': 1, 'b': 2})
     """
     forward = source.forward if isinstance(source, nn.Module) else source
-    owner = (source,) if (function := getattr(forward, "__func__", None)) else ()
+    function = getattr(forward, "__func__", None)
+    owner = () if function is None else (source,)
     candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     if isinstance(inputs, Mapping):
         if all(isinstance(key, str) for key in inputs):
             candidates.append(((), dict(inputs)))
-    elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
+    elif _is_sequence(inputs):
         candidates.append((tuple(inputs), {}))
         whole = whole or isinstance(inputs, Examples)
     try:
@@ -257,23 +260,14 @@ def bind(
     if not (isinstance(inputs, Mapping) and signature.parameters.keys() & inputs.keys()):
         candidates.insert(0 if whole else len(candidates), ((inputs,), {}))
     for args, kwargs in candidates:
-        if (_takes if function else _takes.__wrapped__)(function or forward, len(owner) + len(args), tuple(kwargs)):
+        with suppress(TypeError):
+            signature.bind(*owner, *args, **kwargs)
             return args, kwargs
     named = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
     shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
     expected = f"inputs for the parameters ({', '.join(shown[len(owner) :])})"
     fix = "let the loader yield just the inputs that the network takes, under the names of its parameters"
     raise DataError(f"The inputs do not fit {named}.", expected=expected, got=describe(inputs), fix=fix)
-
-
-@lru_cache(256)
-def _takes(function: Callable[..., Any], n_positional: int, keywords: tuple[str, ...]) -> bool:
-    """Whether a function takes so many positional arguments and these keywords."""
-    try:
-        inspect.signature(function).bind(*[None] * n_positional, **dict.fromkeys(keywords))
-    except TypeError:
-        return False
-    return True
 
 
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
@@ -330,9 +324,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, dict):
-            waiting.extend(reversed(item.values()))
+            waiting += reversed(item.values())
         elif isinstance(item, (tuple, list)):
-            waiting.extend(reversed(item))
+            waiting += reversed(item)
     return found
 
 
@@ -352,9 +346,7 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
         return tree.to(device, copy=tree.is_inference())
     if isinstance(tree, PackedSequence):
         return tree.to(device)  # type: ignore[arg-type]  # torch declares only some of the types it takes
-    if isinstance(tree, (Mapping, tuple, list)):
-        return _map(lambda leaf: to_device(leaf, device), tree)
-    return tree
+    return _map(lambda leaf: to_device(leaf, device), tree) if isinstance(tree, (Mapping, tuple, list)) else tree
 
 
 def batch_size(inputs: Any) -> int:
@@ -366,11 +358,9 @@ def batch_size(inputs: Any) -> int:
             return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.size(0)  # nested tensors have no shape
-    what, fix = (
-        "A batch's inputs hold no tensor with a batch dimension.",
-        "convert the inputs to tensors, and collate. ",
-    )
-    fix += "Objects of your own (graphs, molecules) come as a list of as many as targets, forward's one argument"
+    what = "A batch's inputs hold no tensor with a batch dimension."
+    fix = "convert the inputs to tensors, and collate. Objects of your own (graphs, molecules) come as a list "
+    fix += "of as many as targets, forward's one argument"
     raise DataError(what, expected="a tensor [B, ...], also in a tuple or mapping", got=describe(inputs), fix=fix)
 
 
