@@ -87,9 +87,7 @@ class Call(ABC):
     groups = 1
     transposed = False
 
-    # Set when the call is recorded: the number of writes to the input so far, the position of the output in the
-    # autograd graph, and the output's shape, type and device.
-    version: int = field(init=False, repr=False)
+    # Set when the call is recorded: the position of the output in the autograd graph, its shape, type and device.
     edge: GradientEdge = field(init=False, repr=False)
     output_shape: torch.Size = field(init=False, repr=False)
     output_like: dict[str, Any] = field(init=False, repr=False)

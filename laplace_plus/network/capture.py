@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -102,7 +103,9 @@ _QUIET = "There is a performance drop|Full backward hook is firing"
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
-_NAME, _EDGE = attrgetter("name"), attrgetter("edge")
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+_NAME, _EDGE, _REQUIRES = attrgetter("name"), attrgetter("edge"), attrgetter("requires_grad")
 _whole = lru_cache(4096)(partial(ParameterRows, count=None, start=0))
 
 
@@ -139,20 +142,17 @@ class _Recorder(TorchFunctionMode):
         # Ids of the inputs and of all that was computed from them; None where these cannot be told.
         self.from_inputs: set[int] | None = set()
         self.sizes = set[int]()  # of the inputs' first axes
-        waiting = [inputs]
-        while waiting and self.from_inputs is not None:
-            item = waiting.pop()
-            if isinstance(item, Tensor):
-                self.from_inputs.add(id(item))
-                self.sizes.update(item.shape[:1])
-            elif isinstance(item, (tuple, list)):  # also a PackedSequence
-                waiting.extend(item)
-            elif isinstance(item, Mapping):
-                waiting.extend(item.values())
-            elif item is None or isinstance(item, (bool, int, float, str)):
-                self._note_told(item)
+        for leaf in batches.flatten(inputs)[0]:
+            if isinstance(leaf, (Tensor, PackedSequence)):
+                for tensor in tensors_in(leaf):
+                    self.from_inputs.add(id(tensor))
+                    self.sizes.update(tensor.shape[:1])
+                    self.sizes.discard(1)
+            elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+                self._note_told(leaf)
             else:
                 self.from_inputs = None
+                break
 
     def find(self, value: Any) -> ParameterRows | None:
         """What a tensor is of which parameter; None for anything else."""
@@ -170,48 +170,56 @@ class _Recorder(TorchFunctionMode):
         tensors = tensors_in((args, kwargs) if kwargs else args)
         used = tuple(filter(None, map(self.rows.get, map(id, tensors))))
         output = func(*args, **kwargs)
-        if self.tables:
+        made = tensors_in(output)  # none by queries such as .shape
+        if self.tables and made:
             self._note_tables(func, tensors, kwargs, output)
-        if used and (func not in RULES or not self._is_recorded(func, used, args, kwargs, output)):
-            self._note_other_use(func, used, output)
-        elif not used and func in _DETACHING:
+        if used and made:
+            self._note_use(func, used, args, kwargs, output)
+        elif func in _DETACHING:
             self.cuts_off = self.cuts_off or any(tensor.requires_grad for tensor in tensors)
         if not self.moves_rows:
-            self._note_moves(func, args, kwargs, tensors, output)
+            self._note_moves(func, args, kwargs, tensors, output, made)
         if isinstance(output, Tensor) and output.requires_grad:
-            self.widest = max(self.widest, output.numel() * output.element_size())
+            self.widest = max(self.widest, output.nbytes)
         return output
 
-    def _is_recorded(self, func: Any, used: tuple[ParameterRows, ...], args: Any, kwargs: Any, output: Tensor) -> bool:
-        """Note a call as its rule describes it, if any of its parameters is selected; False for other uses."""
-        try:
-            with nullcontext() if self.keep_graph else torch.no_grad():
-                call = RULES[func](self.find, *args, **kwargs)
-            if call is not None and not isinstance(call, Call):
-                raise TypeError(f"it returned {call!r}")
-        except torch.OutOfMemoryError:
-            raise
-        except (*NETWORK_ERRORS, ArithmeticError) as error:  # not what a signal handler raises
-            what = f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}"
-            fix = "Correct the rule that was given to laplace_plus.curvature.register_rule."
-            got = type(error).__name__
-            raise ConfigurationError(what, expected="a rule that returns a Call or None", got=got, fix=fix) from error
-        # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
-        if call is None or (used != call.rows and not {*map(_NAME, call.rows)} >= {*map(_NAME, used)}):
-            return False
+    def _note_use(self, func: Any, used: tuple[ParameterRows, ...], args: Any, kwargs: Any, output: Any) -> None:
+        """Note a use of parameters, as a call where a rule describes it and any of them is selected."""
+        if self.packed and func in _SPLITS:  # attention splits its packed projection by rows
+            start = used[0].start
+            for rows in output:
+                self.rows[id(rows)] = ParameterRows(used[0].name, rows.shape[0], start)
+                self.alive.append(rows)
+                start += rows.shape[0]
+            return
+        call: Call | None = None
+        names = {*map(_NAME, used)}
+        if func in RULES:
+            try:
+                with nullcontext() if self.keep_graph else torch.no_grad():
+                    call = RULES[func](self.find, *args, **kwargs)
+                # Rules do not describe a parameter in another argument, such as a learnt query that is normalised.
+                if call is not None and not names.issubset(map(_NAME, call.rows)):
+                    call = None
+            except torch.OutOfMemoryError:
+                raise
+            except (*NETWORK_ERRORS, ArithmeticError) as error:  # not what a signal handler raises
+                what = f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}"
+                expected, got = "a rule that returns a Call or None", type(error).__name__
+                fix = "Correct the rule that was given to laplace_plus.curvature.register_rule."
+                raise ConfigurationError(what, expected=expected, got=got, fix=fix) from error
         self.uses += map(_NAME, used)
-        if call.weight is not None and call.weight.name not in self.wanted:
-            call.weight = None
-        if call.bias is not None and call.bias.name not in self.wanted:
-            call.bias = None
-        if not call.rows:
-            return True
-        if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
+        if call is not None:
+            call.weight = call.weight if call.weight is None or call.weight.name in self.wanted else None
+            call.bias = call.bias if call.bias is None or call.bias.name in self.wanted else None
+            if not call.rows:
+                return
+        if not torch.is_grad_enabled() or (call is None and func in _DETACHING):  # no gradient will be asked for
             self.cuts_off = True
-        elif torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transformations
-            self.uncovered.update(map(_NAME, call.rows))
+        elif call is None or torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transforms
+            self.uncovered |= self.wanted & names
         else:
-            call.version, call.edge, call.packed = call.value._version, get_gradient_edge(output), self.packed
+            call.edge, call.packed = get_gradient_edge(output), self.packed
             call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
             if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
                 call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
@@ -221,72 +229,54 @@ class _Recorder(TorchFunctionMode):
             if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
                 self.tables[id(output)] = [call]
                 self.alive.append(output)
-        return True
 
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:
-            if id(tensor) in self.tables and output is not tensor and tensors_in(output):  # no query, and no idle .to()
+            if id(tensor) in self.tables and output is not tensor:  # as of an idle .to()
                 place = None
                 if func in _SUMS and not kwargs and output.requires_grad:
                     like = {"dtype": output.dtype, "device": output.device}
                     place = like, output.shape, get_gradient_edge(output)
                 self.tables[id(tensor)].append(place)
 
-    def _note_other_use(self, func: Any, used: tuple[ParameterRows, ...], output: Any) -> None:
-        """Note a use of parameters that no rule describes."""
-        if self.packed and func in _SPLITS:  # attention splits its packed projection by rows
-            start = used[0].start
-            for rows in output:
-                self.rows[id(rows)] = ParameterRows(used[0].name, rows.shape[0], start)
-                self.alive.append(rows)
-                start += rows.shape[0]
-        elif tensors_in(output):  # queries such as .shape return none
-            self.uses += map(_NAME, used)
-            if func in _DETACHING or not torch.is_grad_enabled():
-                self.cuts_off = True
-            else:
-                self.uncovered |= self.wanted.intersection(map(_NAME, used))
-
-    def _note_moves(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> None:
+    def _note_moves(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]
+    ) -> None:
         """Follow what depends on the inputs, and whether it may decide which rows go where."""
         known = self.from_inputs
         derived = tensors if known is None else [tensor for tensor in tensors if id(tensor) in known]
-        made = tensors_in(args[:1] if output is None else output)
+        made = tensors_in(args[:1]) if output is None else made
         if not derived:
-            (known or set()).difference_update(map(id, made))  # of tensors that are gone
+            if known:
+                known.difference_update(map(id, made))  # of tensors that are gone
             return
         if func in _UNSEEN:
             self.moves_rows = True
         elif func in _TELLING:
             self._note_told(output)
-        elif any(tensor.requires_grad for tensor in made):
-            self.moves_rows = self._may_move(func, args, kwargs, derived)
+        elif not any(map(_REQUIRES, made)):
+            pass
+        elif func in _INDEXING:
+            for tensor in tensors_in((args[1:], kwargs)):
+                is_known = known is None or id(tensor) in known
+                self.moves_rows = self.moves_rows or (is_known and tensor.dtype in _INTEGERS)
+            self.moves_rows = self.moves_rows or _cuts_rows(args)
+        elif func in _ALONG:
+            axes = [item for item in tree_leaves((args[1:], kwargs)) if type(item) is int]
+            self.moves_rows = not axes or not {0, -derived[0].ndim}.isdisjoint(axes)
+        elif func in _PRODUCTS:
+            self.moves_rows = len(derived) > 1 and any(tensor.ndim <= 2 for tensor in derived)  # noqa: PLR2004
+        else:
+            self.moves_rows = func in _ORDERING
         for tensor in made:  # a matrix of pairs of examples
-            if _is_integer(tensor) and tensor.ndim > 1 and any(tensor.shape.count(n) > 1 for n in self.sizes if n > 1):
+            if tensor.dtype in _INTEGERS and tensor.ndim > 1 and any(tensor.shape.count(n) > 1 for n in self.sizes):
                 self.moves_rows = True
         if known is not None:
             known.update(map(id, made))
 
-    def _may_move(self, func: Any, args: Any, kwargs: Any, derived: list[Tensor]) -> bool:
-        """Whether a function may move rows of a tensor with a derivative in a way that depends on the inputs."""
-        others, known = (args[1:], kwargs), self.from_inputs
-        if func in _INDEXING:
-            indices = (tensor for tensor in tensors_in(others) if known is None or id(tensor) in known)
-            return any(map(_is_integer, indices)) or _cuts_rows(args)
-        if func in _ALONG:
-            axes = [item for item in tree_leaves(others) if type(item) is int]
-            return not axes or not {0, -derived[0].ndim}.isdisjoint(axes)
-        if func in _PRODUCTS:
-            return len(derived) > 1 and any(tensor.ndim <= 2 for tensor in derived)  # noqa: PLR2004
-        return func in _ORDERING
-
     def _note_told(self, value: Any) -> None:
         self.told.append(value)
         self.moves_rows = self.moves_rows or len(self.told) > _FEW or isinstance(value, float)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _cuts_rows(args: Any) -> bool:
@@ -325,8 +315,7 @@ class Capture:
             self.leaves[name] = parameters[name].requires_grad_()
         recorder = _Recorder(parameters, wanted, inputs, differentiable)
         with torch.enable_grad():
-            raw = batches.output_tensor(network.raw(inputs, parameters, recorder))
-            arranged = network.arrange(raw)
+            arranged = network.arrange(batches.output_tensor(network.raw(inputs, parameters, recorder)))
         self.inputs, self.differentiable, self.frees = inputs, differentiable, False
         self.uses, self.uncovered = recorder.uses, recorder.uncovered
         self.moves_rows, self.told, self.cuts_off = recorder.moves_rows, recorder.told, recorder.cuts_off

@@ -23,8 +23,8 @@ from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.network.calls import FIRST, Call, ExampleAxis, ParameterRows, by_example
 from laplace_plus.network.capture import Capture, generic
 from laplace_plus.network.network import Network
+from laplace_plus.structured.composed import SummedGradients
 from laplace_plus.structured.gradients import ExampleGradients, OuterGradients
-from laplace_plus.structured.one_hot import EmbeddingGradients
 
 Rows = ExampleAxis | Tensor | None
 """Which example each row of a call's output belongs to: an axis, an order of axis 0, or None for no single one."""
@@ -121,11 +121,15 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         general = _not_together(capture)
     for numbers in capture.groups.values() if is_finite else ():
         if general.isdisjoint(map(_NAME, capture.calls[numbers[0]].rows)):
-            missed |= _missed(capture, numbers, rows, (before, after), weights, plain, rounding)
+            missed |= _missed(capture, numbers, rows, after, plain, rounding)
     network.missed |= missed
     costly |= missed
-    if n > 1 and not network.warned.issuperset(costly):
-        _warn_of_price(network, n, sorted(costly - network.warned))
+    costly -= network.warned
+    if n > 1 and costly:
+        what = "Which rows belong to which example cannot be told from the calls that use"
+        price = f"one backward pass for each of {n} examples in place of one for all"
+        warn(f"{what} {_listed(sorted(costly))}. Each example's outputs are differentiated by themselves, at {price}.")
+        network.warned |= costly
     general |= network.missed
     return Examined(tuple(rows), frozenset(general), frozenset(unreached.difference(parts)), unreached), is_certain
 
@@ -177,11 +181,6 @@ def _close(found: Tensor, expected: Tensor, rounding: float) -> bool:
 def use_gradients(capture: Capture, number: int, rows: Rows, gradient: Tensor) -> ExampleGradients:
     """A call's per-example gradients from output gradients ``[V, *output shape]``; of examples alone ``[V, B, …]``."""
     call = capture.calls[number]
-    if call.value._version != call.version:
-        what = f"The network writes into the input of {call.rows[0].name!r} after it was used."
-        expected = "inputs of layers that stay as they are, which training needs, too"
-        fix = "Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection."
-        raise UnsupportedError(what, expected=expected, got="a tensor that was modified in place", fix=fix)
     if capture.pointwise:  # each position is an example
         use, order = call.gradients(gradient, call.output_shape[0], FIRST), capture.order
         if not isinstance(use, OuterGradients) or (use.n_positions == 1 and order is None):
@@ -223,66 +222,40 @@ def _missed(
     capture: Capture,
     numbers: list[int],
     rows: Sequence[Rows],
-    gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
-    weights: Tensor,
+    weighted: Sequence[Tensor],
     plain: dict[str, Tensor],
     rounding: float,
 ) -> set[str]:
-    """The parameters of a block for which the invariant does not hold."""
+    """The parameters of a block whose gradients for the weighted cotangent do not sum to the plain one."""
     total, one = torch.zeros(()), capture.calls[numbers[0]]
     for number in numbers:
-        call = capture.calls[number]
-        before, after = gradients[0][number].detach(), gradients[1][number].detach()
+        own = weighted[number].detach()
         if rows[number] is None:  # each example's own gradients would take B backward passes: all rows as one example
-            own = _weighted_sum(call.alone(after[:, None]), weights.new_ones(1))
+            gradients = capture.calls[number].alone(own[:, None])
         else:
-            own = _weighted_sum(use_gradients(capture, number, rows[number], before), weights)
-        total = total.to(own) + own
+            gradients = use_gradients(capture, number, rows[number], own)
+        (found,) = SummedGradients(gradients).dense(slice(0, 1))[:, 0]
+        total = total.to(found) + found
     wanted = one.index(plain).to(total)
     if not bool(torch.isfinite(wanted.sum())):  # whoever takes these gradients says so
         return set()
     return set() if _close(total, wanted, rounding) else set(map(_NAME, one.rows))
 
 
-def _weighted_sum(gradients: ExampleGradients, weights: Tensor) -> Tensor:
-    """``Σ_n w_n P_n`` of one cotangent, ``[G, o, i]``."""
-    total = torch.zeros(gradients.shape, dtype=gradients.dtype, device=gradients.device)
-    weights = weights.to(total)
-    if isinstance(gradients, EmbeddingGradients):
-        left = (gradients.left[0] * weights[:, None, None]).flatten(0, 1).to(total.dtype)
-        return total[0].index_add_(1, gradients.index.flatten(), left.mT)[None]
-    if isinstance(gradients, OuterGradients):
-        for some in gradients.side_chunks():
-            left, right = gradients.left(some)[0] * weights[some, None, None, None], gradients.right(some)
-            total += torch.einsum("bsgo,bsgi->goi", left, right.expand(-1, -1, len(total), -1))
-        return total
-    for some, values in gradients.chunks():
-        total += torch.einsum("b,bgoi->goi", weights[some], values[0].to(total.dtype))
-    return total
-
-
-# -- what the user should know -----------------------------------------------------------------------------------------
-
-
 def _warn_of_lost(network: Network, capture: Capture, unreached: set[str]) -> None:
     """Warn of parameters that are used, but past any derivative; UnsupportedError if these are all."""
     lost = [name for name in network.parameter_names if name in unreached and name in capture.uses]
-    listed = ", ".join(map(repr, lost[:4])) + (" …" if len(lost) > 4 else "")  # noqa: PLR2004
     if lost and unreached.issuperset(network.parameter_names):
         what = "No gradient of the outputs reaches the selected parameters."
         expected = "a forward pass that can be differentiated in evaluation mode"
-        got = f"gradients that are switched off, or tensors that are detached, behind {listed}"
+        got = f"gradients that are switched off, or tensors that are detached, behind {_listed(lost)}"
         fix = "Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select what lies behind"
         raise UnsupportedError(what, expected=expected, got=got, fix=fix)
     if not network.warned.issuperset(lost):
         why = "which the network uses: it switches gradients off or detaches tensors"
-        warn(f"No gradient of the outputs reaches {listed}, {why}. These parameters keep the prior.")
+        warn(f"No gradient of the outputs reaches {_listed(lost)}, {why}. These parameters keep the prior.")
         network.warned.update(lost)
 
 
-def _warn_of_price(network: Network, n_examples: int, names: Sequence[str]) -> None:
-    listed = ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")  # noqa: PLR2004
-    message = "Which rows belong to which example cannot be told from the calls that use"
-    price = f"one backward pass for each of {n_examples} examples in place of one for all"
-    warn(f"{message} {listed}. Each example's outputs are differentiated by themselves: exact, at {price}.")
-    network.warned.update(names)
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")  # noqa: PLR2004

@@ -187,7 +187,7 @@ def test_an_error_in_a_rule_names_the_rule():
     register_rule(halved_linear, rule)
     _, x, y = problem()
     posterior = lp.KFAC(nn.Sequential(Halved(3, 4, bias=False), nn.Linear(4, 2)).double(), "classification")
-    for text in ("not by zero", "it returned 3", "it returned 'no call'"):
+    for text in ("not by zero", "'int' object", "'str' object"):
         with pytest.raises(ConfigurationError, match=f"The rule of halved_linear failed: {text}"):
             posterior.fit([(x[:1], y[:1])])
     with pytest.raises(Timeout, match="meanwhile"):
