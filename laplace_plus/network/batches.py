@@ -138,14 +138,17 @@ def iterate(
             fix="put a single batch into a list; wrap a dataset in a DataLoader: DataLoader(dataset, batch_size=...)",
         )
     seen, repeated = False, 0.0
-    for index, item in enumerate(progress_bar(data, enabled=progress, description=description)):
+    if progress:
+        data = progress_bar(data, enabled=True, description=description)
+    for index, item in enumerate(data):
         batch = split(item)
         target = to_device(batch.target, device)
         size, is_paired = -1, True
         for leaf in tensors_in(target):
             is_paired = is_paired and leaf.ndim > 0 and size in (-1, len(leaf))
             size = len(leaf) if leaf.ndim else 0
-        inputs = to_device(_by_example(batch.inputs, size), device)
+        inputs = batch.inputs if isinstance(batch.inputs, Tensor) else _by_example(batch.inputs, size)
+        inputs = to_device(inputs, device)
         if not is_paired or (batch_size(inputs) == 0) != (size == 0):
             raise DataError(
                 f"Batch {index} does not pair examples with targets.",
@@ -306,14 +309,19 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         >>> leaves, rebuild([10, 20, 30])
         ([1, 2, 3], {'a': (10, 20), 'b': [30]})
     """
-    leaves: list[Any] = []
-    skeleton = _map(leaves.append, inputs)
 
     def rebuild(new_leaves: Iterable[Any]) -> Any:
         remaining = iter(new_leaves)
-        return _map(lambda _: next(remaining), skeleton)
+        return _map(lambda _: next(remaining), inputs)
 
-    return leaves, rebuild
+    return leaves_of(inputs, apart=True), rebuild
+
+
+def leaves_of(inputs: Any, *, apart: bool = False) -> list[Any]:
+    """The leaves of a tree, among them whole :class:`Examples`, or with ``apart`` what is in these."""
+    leaves: list[Any] = []
+    _map(leaves.append, inputs, PackedSequence if apart else Examples)
+    return leaves
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -421,13 +429,6 @@ def describe(tree: Any) -> str:
         shown = [describe(child) for child in tree[:4]] + (["..."] if len(tree) > 4 else [])
         return "(" + ", ".join(shown) + ")"
     return type(tree).__name__
-
-
-def leaves_of(inputs: Any) -> list[Any]:
-    """The leaves of a tree, among them whole :class:`Examples`."""
-    leaves: list[Any] = []
-    _map(leaves.append, inputs, Examples)
-    return leaves
 
 
 def _map(function: Callable[[Any], Any], tree: Any, leaf: type[Any] = PackedSequence) -> Any:

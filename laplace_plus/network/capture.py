@@ -142,7 +142,7 @@ class _Recorder(TorchFunctionMode):
         # Ids of the inputs and of all that was computed from them; None where these cannot be told.
         self.from_inputs: set[int] | None = set()
         self.sizes = set[int]()  # of the inputs' first axes
-        for leaf in batches.flatten(inputs)[0]:
+        for leaf in batches.leaves_of(inputs, apart=True):
             if isinstance(leaf, (Tensor, PackedSequence)):
                 for tensor in tensors_in(leaf):
                     self.from_inputs.add(id(tensor))

@@ -27,7 +27,10 @@ Function = Callable[[Any, dict[str, Tensor]], Tensor]
 def per_example_gradients(
     network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """``[V, B, *shape]`` for each chosen parameter; see :meth:`Network.per_example_gradients`."""
+    """Vector-Jacobian products of each example on its own, ``[V, B, *shape]`` for each chosen parameter.
+
+    ``cotangents`` are ``[V, B, *, C]``.
+    """
     leaves, rebuild = batches.flatten(inputs)
     size = cotangents.shape[1]
     is_mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]

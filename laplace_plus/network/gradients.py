@@ -22,6 +22,7 @@ from laplace_plus.network.batches import Batch
 from laplace_plus.network.calls import Call
 from laplace_plus.network.capture import Capture, capture_batch
 from laplace_plus.network.differentiability import differentiable_kernels
+from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.invariant import examined, use_gradients
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
@@ -143,8 +144,11 @@ class Gradients:
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Gradients ``[V, B, *shape]`` of the parameters without calls."""
-        names = tuple([plan.layout.names[0] for plan in self._plans if not plan.members])
-        return self.network.per_example_gradients(self.capture.inputs, names, cotangents)
+        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
+        every = self.network.parameters
+        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
+        chosen = {name: every[name] for name in names}
+        return per_example_gradients(self.network, self.capture.inputs, chosen, cotangents)
 
     def cotangent_chunks(self, n_cotangents: int) -> Iterator[slice]:
         """Slices of the cotangents whose gradients, all calls together, are of bounded size."""

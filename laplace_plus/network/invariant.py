@@ -23,7 +23,6 @@ from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.network.calls import FIRST, Call, ExampleAxis, ParameterRows, by_example
 from laplace_plus.network.capture import Capture, generic
 from laplace_plus.network.network import Network
-from laplace_plus.structured.composed import SummedGradients
 from laplace_plus.structured.gradients import ExampleGradients, OuterGradients
 
 Rows = ExampleAxis | Tensor | None
@@ -234,7 +233,7 @@ def _missed(
             gradients = capture.calls[number].alone(own[:, None])
         else:
             gradients = use_gradients(capture, number, rows[number], own)
-        (found,) = SummedGradients(gradients).dense(slice(0, 1))[:, 0]
+        found = gradients.total()[0]
         total = total.to(found) + found
     wanted = one.index(plain).to(total)
     if not bool(torch.isfinite(wanted.sum())):  # whoever takes these gradients says so

@@ -27,7 +27,6 @@ from laplace_plus.errors import (
 )
 from laplace_plus.network import batches
 from laplace_plus.network.differentiability import eager
-from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import MERGED, Selected, Selection, adapter_state, select, uses
 from laplace_plus.network.shadow import Shadow, copied, unwrap
 
@@ -264,7 +263,12 @@ class Network:
                 else:
                     shadow = Shadow(tensors, apart, self.held.modules)
                     target = shadow.module(self.model) if self.function is None else shadow(self.function)
-                arguments, keywords = self._bound(target, inputs)
+                arguments, keywords = batches.bind(target, inputs, whole=self.lists)
+                if isinstance(inputs, (tuple, list)):
+                    before, self.lists = self.lists, bool(arguments) and arguments[0] is inputs
+                    if before not in (None, self.lists):
+                        self.lists = before
+                        raise _two_ways(inputs)
                 with nullcontext() if mode is None else mode, watch:
                     found = target(*arguments, **keywords)
         except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
@@ -273,15 +277,7 @@ class Network:
             if _is_raised(error):
                 error.add_note(f"Raised by the network on a batch {batches.describe(inputs)}.")
                 raise
-            what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
-            fix = "Look at the error above this one, and call the model on such a batch yourself."
-            if isinstance(inputs, tuple):  # (x, y, w) or (x, y, index): all but the last entry were taken for inputs
-                fix += " The last of a batch's entries is its target. Weights w of examples come with theirs, as (x, "
-                fix += (
-                    "(y, w)), and with weighted=True in the likelihood, such as lp.Categorical(weighted=True). Leave "
-                )
-                fix += "an index out: [(x, y) for x, y, index in loader]."
-            raise InputError(what, expected=expected, got=batches.describe(inputs), fix=fix) from error
+            raise _failed(error, inputs) from error
         seen = getattr(watch, "seen", ())
         if not seen:
             self._is_followed = True
@@ -293,21 +289,6 @@ class Network:
         expected = "references in modules, containers, bound methods or closures"
         fix = "Register the module that holds them as an attribute of the one that calls it."
         raise UnsupportedError(what, expected=expected, got=", ".join(sorted(seen)[:4]), fix=fix)
-
-    def _bound(self, target: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as of :func:`~laplace_plus.network.batches.bind`; a list is the same in all batches."""
-        arguments, keywords = batches.bind(target, inputs, whole=self.lists)
-        if isinstance(inputs, (tuple, list)):
-            whole = bool(arguments) and arguments[0] is inputs
-            if self.lists not in (None, whole):
-                what = "A list is one argument of the network in one batch, and several arguments in another."
-                expected = "a list with an entry for each example in every batch, or in none"
-                fix = (
-                    "Yield {name: list, 'labels': y} for one argument, by its name in forward, or (x1, x2, y) for two."
-                )
-                raise DataError(what, expected=expected, got=batches.describe(inputs), fix=fix)
-            self.lists = whole
-        return arguments, keywords
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
         """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""
@@ -335,13 +316,6 @@ class Network:
         with torch.enable_grad():  # for networks that differentiate themselves; no parameter requires gradients
             outputs = batches.output_tensor(self.raw(inputs))
         return self.arrange(outputs.detach())
-
-    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
-        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
-
-        The general path for parameters whose use in the network no rule describes. ``cotangents`` is ``[V, B, *, C]``.
-        """
-        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
@@ -384,6 +358,23 @@ class Network:
         return found + adapters
 
 
+def _two_ways(inputs: Any) -> DataError:
+    what = "A list is one argument of the network in one batch, and several arguments in another."
+    expected = "a list with an entry for each example in every batch, or in none"
+    fix = "Yield {name: list, 'labels': y} for one argument, by its name in forward, or (x1, x2, y) for two."
+    return DataError(what, expected=expected, got=batches.describe(inputs), fix=fix)
+
+
+def _failed(error: Exception, inputs: Any) -> InputError:
+    what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
+    fix = "Look at the error above this one, and call the model on such a batch yourself."
+    if isinstance(inputs, tuple):  # (x, y, w) or (x, y, index): all but the last entry were taken for inputs
+        fix += " The last of a batch's entries is its target. Weights w of examples come with theirs, as (x, (y, w)), "
+        fix += "and with weighted=True in the likelihood, such as lp.Categorical(weighted=True). Leave an index out: "
+        fix += "[(x, y) for x, y, index in loader]."
+    return InputError(what, expected=expected, got=batches.describe(inputs), fix=fix)
+
+
 def _is_raised(error: BaseException) -> bool:
     """Whether an error comes from a ``raise`` of code other than torch's: the user's own word on the inputs."""
     trace: Any = error.__traceback__
@@ -420,13 +411,11 @@ def refuse_unsuitable(model: nn.Module) -> None:
         if type(tensor).__name__ in ("DTensor", "FlatParameter"):
             what, fix = f"{name!r} is sharded over ranks.", "Pass lp.distributed.gathered(model, whole_model)."
             raise UnsupportedError(what, expected="whole parameters on each rank", got=type(tensor).__name__, fix=fix)
-        if tensor.is_meta:
-            what, fix = f"{name!r} is on the meta device.", "Load weights: model.load_state_dict(..., assign=True)."
+        if isinstance(tensor, nn.UninitializedParameter) or tensor.is_meta:
+            what = f"{name!r} is on the meta device, or of a lazy module that is not initialised."
+            fix = "Load weights by model.load_state_dict(..., assign=True), or run the model once on a batch."
             raise ConfigurationError(what, expected="a trained network", got="a network without weights", fix=fix)
     for name, module in model.named_modules():
-        if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
-            what, fix = f"Lazy module {name!r} is not initialised.", "Run the model once on a batch before wrapping it."
-            raise ConfigurationError(what, fix=fix)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             what = f"Module {name!r} normalises by the statistics of the batch, so examples depend on each other."
             expected, got = "batch normalisation with running statistics", "track_running_stats=False"

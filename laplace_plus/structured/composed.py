@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, times
+from laplace_plus.structured.gradients import ExampleGradients, times
 from laplace_plus.structured.layout import ParameterSlices
-from laplace_plus.structured.one_hot import EmbeddingGradients, OutputLayerGradients
+from laplace_plus.structured.one_hot import OutputLayerGradients
 
 
 @dataclass
@@ -68,16 +68,7 @@ class SummedGradients(DerivedGradients):
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        source, total = self.source, torch.zeros((), dtype=self.dtype, device=self.device)
-        if isinstance(source, EmbeddingGradients):  # all positions as those of one example
-            index, left = source.index.reshape(1, -1), source.left.flatten(1, 2).unsqueeze(1)
-            return replace(source, index=index, left=left).dense(examples)
-        if not isinstance(source, OuterGradients):
-            return sum([values.sum(1, keepdim=True) for _, values in source.chunks()], total)
-        for own in source.side_chunks():
-            right = source.right(own).expand(-1, -1, self.shape[0], -1)
-            total = total + torch.einsum("vbsgo,bsgi->vgoi", source.left(own), right)
-        return total.unsqueeze(1)
+        return self.source.total().unsqueeze(1)
 
 
 @dataclass

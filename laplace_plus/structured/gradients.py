@@ -100,6 +100,10 @@ class ExampleGradients(ABC):
         for examples in slices(self.n_examples, self.bytes_each(), _WRITTEN, self.device):
             yield examples, self.dense(examples)
 
+    def total(self) -> Tensor:
+        """The sums over all examples, ``Σ_n P_vn``, ``[V, G, o, i]``."""
+        return sum([values.sum(1) for _, values in self.chunks()], torch.zeros((), dtype=self.dtype))
+
     def add_squares_(self, total: Tensor) -> None:
         """Add ``Σ_vn P_vn²``, entry by entry, to ``total [G, o, i]``."""
         for _, values in self.chunks():
@@ -271,6 +275,14 @@ class OuterGradients(ExampleGradients):
         if self.n_positions == 1:
             return left.squeeze(2).unsqueeze(-1) * right.squeeze(1).unsqueeze(-2)
         return torch.einsum("vbsgo,bsgi->vbgoi", left, right.expand(-1, -1, self.shape[0], -1))
+
+    @override
+    def total(self) -> Tensor:
+        total = torch.zeros(self.n_cotangents, *self.shape, dtype=self.dtype, device=self.device)
+        for some in self.side_chunks():
+            right = self.right(some).expand(-1, -1, self.shape[0], -1)
+            total += torch.einsum("vbsgo,bsgi->vgoi", self.left(some), right)
+        return total
 
     @override
     def select(self, cotangents: Tensor) -> OuterGradients:

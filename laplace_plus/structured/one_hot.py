@@ -56,6 +56,11 @@ class EmbeddingGradients(ExampleGradients):
         return values.index_copy(-1, columns, compact)
 
     @override
+    def total(self) -> Tensor:
+        index, left = self.index.reshape(1, -1), self.left.flatten(1, 2).unsqueeze(1)
+        return replace(self, index=index, left=left).dense(slice(0, 1)).squeeze(1)  # as positions of one example
+
+    @override
     def select(self, cotangents: Tensor) -> EmbeddingGradients:
         return replace(self, left=self.left[cotangents])
 
