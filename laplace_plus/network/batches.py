@@ -161,11 +161,18 @@ def iterate(
         if repeated >= 0 and isinstance(inputs, Mapping) and "input_ids" in inputs:
             repeated += _repeated_tokens(inputs, target)
             if repeated >= _ENOUGH_REPEATED:
-                raise _not_shifted(target)
+                break  # and do not read on
         seen = True
         yield Batch(inputs, target)
     if repeated > 0:
-        raise _not_shifted(target)
+        raise LabelError(
+            "The labels repeat 'input_ids', so that the network would be judged by how well it copies each token.",
+            expected="the target of the output at each position: for a causal language model, the next token",
+            got=f"{describe(target)} equal to 'input_ids' wherever they are not ignored. A transformers model shifts "
+            "such labels in the loss that it computes itself, which is not used here",
+            fix="Let the loader yield labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1). "
+            "Where copying is the task, yield (input_ids, labels)",
+        )
     if not seen:
         fix = "check the dataset and its sampler; an iterator or generator can be run over only once"
         raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none", fix=fix)
@@ -207,17 +214,6 @@ def _repeated_tokens(inputs: Mapping[Any, Any], target: Any) -> float:
     if bool((kept & (target != tokens)).any()):
         return -math.inf
     return float((kept[:, :-1] & (target[:, :-1] != tokens[:, 1:])).sum())
-
-
-def _not_shifted(target: Tensor) -> LabelError:
-    return LabelError(
-        "The labels repeat 'input_ids', so that the network would be judged by how well it copies each token.",
-        expected="the target of the output at each position: for a causal language model, the next token",
-        got=f"{describe(target)} equal to 'input_ids' wherever they are not ignored. A transformers model shifts such "
-        "labels in the loss that it computes itself, which is not used here",
-        fix="Let the loader yield labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1). Where "
-        "copying is the task, yield (input_ids, labels)",
-    )
 
 
 # -- from a batch to the network --------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ one, so that weight and bias share a Kronecker factor with their covariance kept
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.network.batches import signature_of
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.layout import CHANNELS, EMBEDDING, GENERAL, MATRIX
 from laplace_plus.structured.one_hot import EmbeddingGradients
@@ -95,9 +95,7 @@ class Call(ABC):
     @property
     def rows(self) -> tuple[ParameterRows, ...]:
         """The parameters that the call uses, the weight first."""
-        if self.weight is None:
-            return () if self.bias is None else (self.bias,)
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return tuple(filter(None, (self.weight, self.bias)))
 
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``.
@@ -324,8 +322,6 @@ class BroadcastCall(Call):
 Finder = Callable[[Any], ParameterRows | None]
 Rule = Callable[..., Call | None]
 
-_signature = cache(inspect.signature)
-
 
 def _linear(find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
     if find(input) is not None:
@@ -372,7 +368,7 @@ def _convolution(
 
 def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name, with defaults."""
-    bound = _signature(function).bind(*args, **kwargs)
+    bound = signature_of(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 

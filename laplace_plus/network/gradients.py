@@ -144,7 +144,6 @@ class Gradients:
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Gradients ``[V, B, *shape]`` of the parameters without calls."""
-        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
         every = self.network.parameters
         names = [plan.layout.names[0] for plan in self._plans if not plan.members]
         chosen = {name: every[name] for name in names}

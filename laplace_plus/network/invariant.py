@@ -54,10 +54,8 @@ class Examined:
 def examined(network: Network, capture: Capture) -> Examined:
     """What is known about a batch, from the batch itself or from one like it."""
     # What batches that need be examined once have in common: their calls, and how their sizes relate.
-    n, kind = (
-        capture.n_examples,
-        [capture.n_examples == 1, capture.pointwise, frozenset(capture.uncovered), *capture.told],
-    )
+    n = capture.n_examples
+    kind = [n == 1, capture.pointwise, frozenset(capture.uncovered), *capture.told]
     for call in capture.calls:
         kind += [type(call), call.rows, call.packed, len(call.output_shape)]
         for size in call.output_shape[:2] if n > 1 else ():
@@ -89,12 +87,13 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     pulled: list[Any] = capture.pull(weighted[None], [*edges, *capture.leaves.values()])
     after: list[Any] = capture.gradients(weighted[None]) if capture.pointwise else pulled[: len(edges)]
     # How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute.
-    rounding = _ROUNDING.get(outputs.dtype, 0.2)
+    dtypes = {outputs.dtype}
     for call in capture.calls:
-        rounding = max(rounding, _ROUNDING.get(call.output_like["dtype"], 0.2))
+        dtypes.add(call.output_like["dtype"])
     for parameter in network.held.parameters.values():
         if parameter.is_floating_point():
-            rounding = max(rounding, _ROUNDING.get(parameter.dtype, 0.2))
+            dtypes.add(parameter.dtype)
+    rounding = 0.2 if dtypes.difference(_ROUNDING) else max(map(_ROUNDING.__getitem__, dtypes))
     is_finite = bool(torch.isfinite(outputs.detach().sum()))  # or else the caller's error is about that
     is_certain = is_finite  # and a derivative reaches every call
     rows: list[Rows] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -38,12 +39,8 @@ class Pullback:
         if not self._outputs.requires_grad:
             return total
         if len(cotangents) > 1 and (self._point.device.type != "cpu" or len(self._point) <= _SMALL):
-            try:
+            with suppress(RuntimeError):  # an operation without a batching rule, or too little memory
                 return total.add_(self._gradients(cotangents, mapped=True))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # an operation without a batching rule
-                pass
         for row, cotangent in zip(total, cotangents, strict=True):
             row += self._gradients(cotangent, mapped=False)  # one after the other: no second [m, P] tensor
         return total

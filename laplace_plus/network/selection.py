@@ -87,11 +87,8 @@ def uses(model: nn.Module) -> _Named:
 
 
 def last_layer_of(model: nn.Module) -> str:
-    """Name of the last layer, in order of definition, that has parameters; :class:`SelectionError` if none has."""
-    names = list(uses(model))
-    if not names:
-        raise SelectionError("The network has no parameters.", expected="at least one nn.Parameter", got="none")
-    return layer_of(names[-1])
+    """Name of the last layer, in order of definition, that has parameters; the root's where none has."""
+    return layer_of(list(uses(model) or [""])[-1])
 
 
 def select(model: nn.Module, selection: Selection, *, last_layer: str | None = None) -> tuple[Selected, ...]:

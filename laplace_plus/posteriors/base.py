@@ -187,7 +187,7 @@ class Posterior(Predicting):
 
     def _fitted(self, data: Iterable[Any], before: Any, *, reduce: Any = None, **options: Any) -> Self:
         """What :meth:`fit` and :meth:`update` do: work on a copy, and adopt its attributes when it has succeeded."""
-        taken = signature_of(self.fit_batches).parameters
+        taken = signature_of(type(self).fit_batches).parameters
         if before is not None and "before" not in taken:
             what = f"{type(self).__name__} cannot be updated."
             raise UnsupportedError(what, expected="fit() on all the data", got="update()")
