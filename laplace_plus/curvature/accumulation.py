@@ -9,7 +9,6 @@ batch, nor on which examples a batch joins.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +56,8 @@ class Accumulation:
         self._expands = getattr(structure, "weight_sharing", "expand") == "expand"  # positions as examples of their own
         self.corrects = False
         self._waiting: dict[str, _Inputs] = {}
-        capture, self._tokens = gradients.capture, None
+        capture = gradients.capture
+        self._tokens: Any = None
         if isinstance(capture.inputs, Mapping) and not capture.pointwise:
             self._tokens = token_mask(capture.inputs, capture.n_examples)
         self._blocks: dict[str, Block] = {}
@@ -101,9 +101,14 @@ class Accumulation:
             if not isinstance(own, (OuterGradients, EmbeddingGradients)):
                 raise used_differently([layout.key])
             block.add(own, components, summed=not self._expands)
-            self._await(block, own, layout)
-            if self._is_first and layout.key not in self._waiting:
-                self._add_inputs(block, own, layout)
+            if self._is_first:
+                is_hidden = self._tokens is not None and self._are_tokens(own, layout)
+                if own.shares_rows or is_hidden:
+                    self._waiting[layout.key] = _Inputs(block, own, layout, self._tokens if is_hidden else None)
+                else:
+                    self._add_inputs(block, own, layout)
+            if layout.key in self._waiting:
+                self._waiting[layout.key].note(own)
         self._is_first = False
 
     def finish(self) -> Curvature:
@@ -140,20 +145,13 @@ class Accumulation:
             for key in shared:
                 self._blocks.pop(key, None)
 
-    def _await(self, block: KroneckerBlock, gradients: OuterGradients | EmbeddingGradients, layout: Layout) -> None:
-        """Defer the inputs of a layer whose positions are those of the tokens, or rows of the whole batch."""
-        tokens, uses = self._tokens, Counter[Any]()
-        if tokens is not None:
-            names = set(layout.names)
-            uses.update(
-                call.rows for call in self.gradients.capture.calls if {part.name for part in call.rows} == names
-            )
-        # The tokens may come once for each use of the weight.
-        is_hidden = tokens is not None and gradients.n_positions in [n * tokens.shape[1] for n in uses.values()]
-        if self._is_first and (gradients.shares_rows or is_hidden):
-            self._waiting[layout.key] = _Inputs(block, gradients, layout, tokens if is_hidden else None)
-        if layout.key in self._waiting:
-            self._waiting[layout.key].note(gradients)
+    def _are_tokens(self, gradients: OuterGradients | EmbeddingGradients, layout: Layout) -> bool:
+        """Whether a layer's positions are those of the tokens, which may come once for each use of the weight."""
+        for rows, members in self.gradients.capture.groups.items():
+            is_of_layer = {part.name for part in rows} == set(layout.names)
+            if is_of_layer and gradients.n_positions == len(members) * self._tokens.shape[1]:
+                return True
+        return False
 
     def _add_inputs(
         self, block: Any, gradients: OuterGradients | EmbeddingGradients, layout: Layout, kept: Tensor | None = None
