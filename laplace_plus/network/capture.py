@@ -453,5 +453,18 @@ def capture_batch(network: Network, batch: Batch) -> Capture:
         else:
             answers = capture.pull(generic(capture.graph_outputs)[None], list(capture.leaves.values()))
             is_reached = any(gradient is not None for gradient in answers)
-            network.reached.update(dict.fromkeys([left[0], *capture.leaves], is_reached))
+            known = dict.fromkeys(capture.leaves, True) if is_reached else _reached(network, batch.inputs, order)
+            network.reached.update(known)
     return capture
+
+
+def _reached(network: Network, inputs: Any, names: Iterable[str]) -> dict[str, bool]:
+    """Whether a gradient of the outputs reaches parameters, by a forward and a backward pass over all of them."""
+    parameters = network.parameters
+    leaves = {name: parameters[name].requires_grad_() for name in names if parameters[name].is_floating_point()}
+    with torch.enable_grad():
+        outputs = network(inputs, leaves)
+        found: Any = [None] * len(leaves)
+        if outputs.requires_grad:
+            found = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+    return {name: gradient is not None for name, gradient in zip(leaves, found, strict=True)}
