@@ -20,8 +20,8 @@ CLASSES = {
     "Subnetwork": {"selector": lp.Random(10)},
     "NullSpace": {},
     "VIKING": {},
-    "Riemannian": {"n_samples": 4},
-    "MetricBNN": {"n_particles": 3, "n_steps": 5},
+    "Riemannian": {"n_samples": 3, "method": lp.ExponentialMap(rtol=0.1, atol=0.1, max_energy_change=1.0)},
+    "MetricBNN": {"n_particles": 3, "n_steps": 5, "latent": {"hidden": (8,), "epochs": 5, "tolerance": 10.0}},
 }
 
 
