@@ -261,6 +261,7 @@ def test_wrap_with_a_posterior_of_ones_own(write, tmp_path, capsys):
     assert report["methods"]["Ball"]["tuned"] == [{"prior_precision": 1.0}]
 
 
+@pytest.mark.slow  # its keys: test_wrap_a_regression
 def test_the_example_configuration_works_as_it_is(tmp_path, monkeypatch):
     configuration = Path(__file__).parents[1] / "configs" / "wrap_example.yaml"
     monkeypatch.chdir(tmp_path)

@@ -93,7 +93,7 @@ def whole(name, kind, task):
     return WHOLE[name, kind, task]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     combination=st.sampled_from(SUPPORTED), sizes=partitions(9), task=st.sampled_from(["classification", "regression"])
 )

@@ -65,7 +65,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(TREES)
 def test_a_tree_of_plain_values_comes_back(tree: Any) -> None:
     found = decode(json.loads(json.dumps(encode(tree, {}, "it"))), {})

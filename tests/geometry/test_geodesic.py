@@ -76,13 +76,13 @@ def test_refraction_keeps_what_goes_along_a_crease():
 
 def test_energy_is_kept():
     landscape = network_landscape()
-    result = geodesic(landscape, landscape.vector, vectors(3, 17, scale=0.4), **TIGHT)
+    result = geodesic(landscape, landscape.vector, vectors(2, 17, scale=0.4), **TIGHT)
     assert not result.statuses.any()
     metric = GraphMetric(landscape.gradient(result.endpoint))
     torch.testing.assert_close(metric.squared_norm(result.velocity), result.energy, rtol=1e-6, atol=0)
     assert result.energy_drift.max() < 1e-6
     start = GraphMetric(landscape.gradient(landscape.vector[None]))
-    torch.testing.assert_close(start.squared_norm(vectors(3, 17, scale=0.4)), result.energy)
+    torch.testing.assert_close(start.squared_norm(vectors(2, 17, scale=0.4)), result.energy)
 
 
 def test_going_back_leads_to_the_start():
@@ -250,10 +250,10 @@ def test_defaults_end_within_a_thousandth_of_a_tight_solve(surface):
 
 def test_each_sample_has_its_own_steps():
     start, v = vectors(1, 4)[0], torch.cat([vectors(1, 4, 1, scale=0.01), vectors(1, 4, 2, scale=5.0)])
-    together = geodesic(wavy, start, v)
+    together = geodesic(wavy, start, v, rtol=1e-3, atol=1e-3)
     assert together.n_evaluations[0] < together.n_evaluations[1]
     for row in range(2):
-        alone = geodesic(wavy, start, v[row : row + 1])
+        alone = geodesic(wavy, start, v[row : row + 1], rtol=1e-3, atol=1e-3)
         assert alone.n_evaluations[0] == together.n_evaluations[row]
         torch.testing.assert_close(alone.endpoint[0], together.endpoint[row], rtol=0, atol=1e-12)
 

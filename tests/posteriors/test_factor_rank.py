@@ -162,8 +162,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")  # the network is not trained
 def test_no_square_of_a_wide_side_is_formed(tmp_path):
-    """Neither in a fit nor afterwards; the sides are those of an adapter, 700 inputs to 3 and back."""
-    width, rank = 700, 4
+    """Neither in a fit nor afterwards; the sides are those of an adapter, 400 inputs to 3 and back."""
+    width, rank = 400, 4
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).double()
     generator = torch.Generator().manual_seed(0)

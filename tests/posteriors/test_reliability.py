@@ -37,7 +37,8 @@ def null_space(model, likelihood):
 
 
 def riemannian(model, likelihood):
-    return lp.Riemannian(model, likelihood, n_samples=2)
+    method = lp.ExponentialMap(rtol=0.1, atol=0.1, max_energy_change=1.0)
+    return lp.Riemannian(model, likelihood, method=method, n_samples=2)
 
 
 CLASSES = [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank, sampled, null_space, riemannian]

@@ -128,7 +128,7 @@ def test_predictions_are_those_of_the_samples():
 @pytest.mark.filterwarnings("ignore:The samples' residuals")  # which says so of descent
 @pytest.mark.parametrize(
     ("solver", "size"),
-    [("cg", 60), ("cg", 16), *[pytest.param("sgd", size, marks=pytest.mark.slow) for size in (60, 16)]],
+    [("cg", 60), *[pytest.param(*case, marks=pytest.mark.slow) for case in (("cg", 16), ("sgd", 60), ("sgd", 16))]],
 )
 def test_sixty_points_are_enough_for_every_solver(solver, size):
     """``E[zᵀ H z] = P`` for the exact H. Descent had given .002 P, as it began at zero and took ten steps.

@@ -54,11 +54,11 @@ def layer_of(model):
 def test_updates_have_the_covariance_of_the_paper():
     model, x = linear(), torch.tensor([[1.0, -2.0, 0.5, 3.0]], dtype=torch.float64)
     posterior = lp.TrainingFreeLoRA(model, "classification").fit([(x, torch.zeros(1).long())])
-    posterior.noise_scale, n, moments, sums = 0.7, 2_000_000, torch.zeros(5, 5).double(), torch.zeros(5).double()
+    posterior.noise_scale, n, moments, sums = 0.7, 200_000, torch.zeros(5, 5).double(), torch.zeros(5).double()
     b, a = layer_of(model).lora_B["default"].weight.detach(), layer_of(model).lora_A["default"].weight.detach()
     generator = torch.Generator().manual_seed(0)
-    for _ in range(10):
-        drawn = posterior.sample(n // 10, generator=generator).view(-1, 2, 4)
+    for _ in range(4):
+        drawn = posterior.sample(n // 4, generator=generator).view(-1, 2, 4)
         updates = 3 * ((drawn - a) @ x[0]) @ b.mT  # lora_alpha / r = 3
         moments, sums = moments + updates.mT @ updates, sums + updates.sum(0)
     u = torch.linalg.svd(b, full_matrices=False)[0]
@@ -66,7 +66,7 @@ def test_updates_have_the_covariance_of_the_paper():
     variances = expected.diagonal()
     error = ((variances[:, None] * variances + expected.square()) / n).sqrt()  # of a Gaussian's empirical covariance
     assert ((moments / n - expected).abs() < 4.5 * error).all()
-    assert relative_error(moments / n, expected) < 0.003  # of which the standard error is (3 / n)^½ = .0012
+    assert relative_error(moments / n, expected) < 0.01  # of which the standard error is (3 / n)^½ = .004
     assert ((sums / n).abs() < 4.5 * (variances / n).sqrt()).all()
 
 
@@ -104,7 +104,7 @@ def test_without_noise_predictions_are_the_networks_bit_by_bit():
 @pytest.mark.parametrize("tolerance", [pytest.param(0.05, marks=pytest.mark.slow), 0.4])
 def test_the_scale_is_that_of_the_closed_form(tolerance):
     """At the network's own output m the averaged density is N(m; m, ν² I + s² σ² ‖x‖² U Uᵀ)."""
-    model, x, n, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 1000, 0.8
+    model, x, n, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 200, 0.8
     likelihood = lp.Gaussian(noise_std=noise)
     posterior = lp.TrainingFreeLoRA(model, likelihood, tolerance=tolerance, n_samples=n)
     posterior.fit([(x, torch.zeros(1, 3).double())], generator=torch.Generator().manual_seed(0))

@@ -180,7 +180,10 @@ def ggn(model, likelihood, data):
     return total
 
 
-@pytest.mark.parametrize("name", NAMES)
+ALIKE = ("GRU", "RNN", "GRUCell", "read as complex")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in NAMES])
 def test_the_curvature_is_that_of_plain_derivatives(name):
     model, likelihood, data = problem(name)
     want = ggn(model, likelihood, data)
@@ -199,8 +202,14 @@ def test_the_curvature_is_that_of_plain_derivatives(name):
     torch.testing.assert_close(low.covariance_matrix(), precision.inverse(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["heads", "residual", "complex", "recommender", "LSTM"])
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.SWAG, "subnetwork"])
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        *((name, lp.KFAC) for name in ("heads", "residual", "complex", "recommender", "LSTM")),
+        *((name, lp.SWAG) for name in ("heads", "complex")),
+        *((name, "subnetwork") for name in ("residual", "recommender")),
+    ],
+)
 def test_they_are_tuned_and_predict(name, cls):
     model, likelihood, data = problem(name)
     if cls == "subnetwork":
