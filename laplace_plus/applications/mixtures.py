@@ -23,7 +23,7 @@ from torch.distributions import Categorical, Distribution, MixtureSameFamily, No
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import describe, spread
+from laplace_plus.likelihoods.base import spread
 from laplace_plus.likelihoods.resolve import resolve_likelihood
 from laplace_plus.network.batches import inputs_of, iterate, to_device
 from laplace_plus.network.network import Network
@@ -170,11 +170,9 @@ class Mixture:
         return self.members[0].likelihood
 
     def _set(self, weights: Tensor) -> None:
-        weights = weights.detach().double().cpu()
-        fits = weights.shape == (len(self.members),) and bool((weights >= 0).all() and weights.isfinite().all())
-        if not fits or not bool(weights.any()):
-            expected = f"{len(self.members)} non-negative numbers, not all zero"
-            raise ConfigurationError("The weights do not fit the members.", expected=expected, got=describe(weights))
+        weights = checks.shape("The weights", weights.detach().double().cpu(), [len(self.members)])
+        checks.number("The least weight", float(weights.min()), least=0.0)
+        checks.positive("The sum of the weights", float(weights.sum()))
         self.weights = weights / weights.sum()
         if len(weights) > 1 and float(self.weights.max()) > _NEARLY_ALL:
             what = f"Member {int(self.weights.argmax())} has {float(self.weights.max()):.2%} of the weight"
@@ -283,10 +281,9 @@ class Ensemble:
             progress: Whether to show a progress bar.
 
         Raises:
-            ConfigurationError: The likelihood has no noise, or residuals are all zero.
+            UnsupportedError: The likelihood has no noise.
+            ConfigurationError: Residuals are all zero.
         """
-        if not self.likelihood.is_gaussian:
-            raise ConfigurationError("There is no noise to fit.", expected="a Gaussian likelihood", got=repr(self))
         total = torch.zeros((), dtype=torch.float64)
         for batch in iterate(data, device=self.networks[0].device, progress=progress, description="Ensemble: noise"):
             mean = self._outputs(batch.inputs).mean(0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments.run import trained_model
 from laplace_plus.experiments.settings import PredictSettings, load_object, make
@@ -26,8 +27,7 @@ def predict(settings: PredictSettings, *, progress: bool = False, say: Callable[
     read, UnsupportedError for images without Pillow.
     """
     output = Path(settings.output)
-    if output.suffix not in (".csv", ".npz"):
-        raise ConfigurationError("The output is no file that can be written.", expected="*.csv, *.npz", got=str(output))
+    checks.choice("type of the output file", output.suffix, (".csv", ".npz"))
     names, arrays = read(Path(settings.inputs))
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # as for `wrap`, where the function trains the network

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, Landscape
 
 Surface = Landscape | Callable[[Tensor], Tensor] | Sequence[Landscape]
@@ -218,16 +217,13 @@ def geodesic(
         tensor([True, True])
     """
     check_settings(rtol, atol, max_evaluations, max_energy_change)
-    fits = velocities.ndim == 2 and start.shape in (velocities.shape[1:], velocities.shape)
-    if not fits or not len(velocities) or start.dtype != velocities.dtype or not start.is_floating_point():
-        expected = "velocities [k, P] and a start [P] or [k, P], of one floating type"
-        got = f"{list(velocities.shape)} of {velocities.dtype} and {list(start.shape)} of {start.dtype}"
-        raise ConfigurationError("Starts and velocities do not fit together.", expected=expected, got=got)
-    times = torch.ones(1, dtype=torch.float64) if times is None else times
-    if times.ndim != 1 or not len(times) or not bool((times.diff(prepend=times.new_zeros(1)) > 0).all()):
-        what, expected = "Bad times of a path.", "positive and increasing numbers [T]"
-        raise ConfigurationError(what, expected=expected, got=repr(times.tolist()))
-    points = start.detach().expand_as(velocities)
+    checks.shape("velocities", velocities, [None, None])
+    checks.count("The number of velocities", len(velocities))
+    checks.shape("start", start, velocities.shape[start.ndim == 1 :])
+    times = checks.shape("times", torch.ones(1, dtype=torch.float64) if times is None else times, [None])
+    checks.count("The number of times", len(times))
+    checks.positive("The least step from time to time", float(times.diff(prepend=times.new_zeros(1)).min()))
+    points = start.detach().to(velocities).expand_as(velocities)
     settings = {"rtol": rtol, "atol": atol, "max_energy_change": max_energy_change}
     with torch.no_grad():
         field = _derivatives(landscape, len(points))
@@ -254,9 +250,7 @@ def check_settings(rtol: float, atol: float, max_evaluations: int, max_energy_ch
     checks.number("rtol", rtol, above=0.0, most=1.0)
     checks.positive("atol", atol)
     checks.count("max_evaluations", max_evaluations)
-    if not max_energy_change > 0:  # infinity takes all steps
-        what = "max_energy_change is out of range."
-        raise ConfigurationError(what, expected="a number > 0", got=repr(max_energy_change))
+    checks.positive("max_energy_change", min(max_energy_change, 1.0))  # infinity takes all steps
 
 
 def _integrate(

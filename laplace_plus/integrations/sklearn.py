@@ -21,7 +21,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.errors import LabelError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.integrations.training import fitted, train
 from laplace_plus.likelihoods import Categorical, Gaussian
 from laplace_plus.posteriors import Posterior
@@ -133,7 +133,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     Arguments and attributes are those of :class:`LaplaceEstimator`, and ``classes_``: the labels, in ascending order.
 
     Raises:
-        LabelError: Fewer than two classes.
+        ConfigurationError: Fewer than two classes.
 
     Example:
         >>> X = np.random.default_rng(0).normal(size=(200, 2))
@@ -148,8 +148,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         X, y, weight = _counted(X, y, sample_weight)
         check_classification_targets(y)
         self.classes_, encoded = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise LabelError("A classifier needs two classes.", expected="two classes or more", got="one class")
+        checks.count("The number of classes", len(self.classes_), 2)
         return self._fit(X, encoded.astype(np.int64), weight, len(self.classes_))
 
     def predict_proba(self, X: Any) -> Array:

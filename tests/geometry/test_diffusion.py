@@ -275,5 +275,5 @@ def test_bad_options_are_refused(options):
 
 
 def test_flat_priors_are_refused():
-    with pytest.raises(ConfigurationError, match="proper prior"):
+    with pytest.raises(ConfigurationError, match="prior precision"):
         NoiseField(linear(prior_precision=torch.tensor(0.0))[0], Diffusion())

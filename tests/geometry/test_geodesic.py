@@ -405,7 +405,6 @@ FITTING = {"start": torch.zeros(4), "velocities": torch.zeros(1, 4), "times": to
     [
         {"start": torch.zeros(3)},
         {"velocities": torch.zeros(4)},
-        {"velocities": torch.zeros(2, 4, dtype=DTYPE)},
         {"velocities": torch.zeros(0, 4)},
         *({name: value} for name, value in (("rtol", 0.0), ("atol", -1.0))),
         *({name: 0} for name in ("max_evaluations", "max_energy_change")),

@@ -89,7 +89,7 @@ def test_the_emphasis_is_at_least_one():
     net, (x, y) = classifier(), classes()
     posterior = lp.KFAC(net, "classification").fit([(x, y)])
     posterior = lp.KFAC(net, "classification", prior_mean=posterior.mean).fit([(x, y)])
-    with pytest.raises(ConfigurationError, match="no optimum"):
+    with pytest.raises(ConfigurationError, match="mean square"):
         posterior.fit_prior_precision("data_emphasized")
 
 

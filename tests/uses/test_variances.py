@@ -132,7 +132,7 @@ BAD = {
     "NaN": ({"variance": torch.full((32,), torch.nan)}, "variance"),
     "short": ({"variance": some(31)}, "another shape"),
     "a number": ({"variance": 0.1}, "another shape"),
-    "beyond the prior": ({"variance": some(), "prior_precision": 5.0}, "larger than that of the prior"),
+    "beyond the prior": ({"variance": some(), "prior_precision": 5.0}, "ratio of a variance"),
     "no data": ({"variance": some(), "n_data": 0}, "n_data"),
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, SelectionError
+from laplace_plus.errors import SelectionError
 from laplace_plus.network.network import Network
 from laplace_plus.priors import as_hyperparameter
 
@@ -45,10 +45,10 @@ class FilterCovariance:
     variance: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        for value, least in zip(self.values(), (0.0, 5e-324), strict=True):
-            if not (value.numel() and bool(((value >= least) & value.isfinite()).all())):
-                expected, got = "finite lengths >= 0, finite variances > 0", f"{self.lengthscale}, {self.variance}"
-                raise ConfigurationError("The prior is out of range.", expected=expected, got=got)
+        for name, value, least in zip(("lengthscale", "variance"), self.values(), (0.0, 5e-324), strict=True):
+            checks.count(f"The number of values of {name}", value.numel())
+            for end in value.detach().aminmax():
+                checks.number(name, float(end), least=least)
 
     def values(self) -> tuple[Tensor, Tensor]:
         """ℓ and v in float64; differentiable."""

@@ -24,7 +24,6 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.applications.training.loop import Loop, OptimizerFactory, SchedulerFactory, log_likelihood
 from laplace_plus.applications.uses.continual import entries_of
 from laplace_plus.applications.uses.variances import adopt_variances
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.network.batches import Batch, bind, iterate
@@ -261,9 +260,8 @@ class DataEmphasized:
         index = index.cpu()
         sizes = torch.bincount(index).double()
         h, d = (torch.zeros_like(sizes).index_add(0, index, own) / sizes for own in (kappa * trace, squares))
-        if not bool((h > 0).all() and (d > 0).all()):
-            what, expected = "The bound has no optimum.", "weights other than the prior mean, on which outputs depend"
-            raise ConfigurationError(what, expected=expected, got=f"mean squares {d.tolist()}, curvatures {h.tolist()}")
+        checks.positive("The least mean curvature of a group", float(h.min()))
+        checks.positive("The least mean square of a group's weights, less the prior mean,", float(d.min()))
         variance = 2 * d / (h * d + (h.square() * d.square() + 4 * h * d).sqrt())
         prior = d + variance
         fit = float(model.log_likelihood(posterior.noise_std)) / float(posterior.temperature.detach())

@@ -28,9 +28,8 @@ from laplace_plus.applications.training.loop import (
     put_back,
     weights_of,
 )
-from laplace_plus.applications.uses.continual import entries_of
+from laplace_plus.applications.uses.continual import entries_of, require_gaussian
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.network.batches import Batch, call, iterate
 from laplace_plus.network.selection import uses
@@ -40,6 +39,8 @@ from laplace_plus.tuning.base import tunes_noise
 from laplace_plus.tuning.groups import chosen_groups
 
 PosteriorFactory = Callable[..., GaussianPosterior]
+
+_FIX = "Use a smaller hyper_lr, or a longer burn_in."
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,9 +224,7 @@ def train_marginal_likelihood(
     shared: dict[str, Any] = {"prior_precision": 1.0, "prior_mean": prior_mean, "temperature": temperature}
     shared |= {} if backend is None else {"backend": backend}
     own = factory(model, resolved, **shared)
-    if not isinstance(own, GaussianPosterior):
-        what, expected = "The posterior has no evidence.", "a class such as lp.KFAC, or a function that returns one's"
-        raise ConfigurationError(what, expected=expected, got=f"a {type(own).__name__}")
+    require_gaussian(own)
     loop = Loop(
         model,
         own.network,
@@ -352,13 +351,11 @@ class _Run:
         self.kept: dict[str, Any] = {}  # the result's hyperparameters, its epoch and its evidence
         n_groups, n_entries = len(posterior.prior_groups.names), posterior.n_parameters
         shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[self.structure]
-        precision = posterior.prior_precision.detach().double().cpu()
-        if self.structure == "diagonal" and precision.shape == (n_groups,):
-            precision = posterior.prior().vector().detach().double().cpu()
-        if precision.numel() > 1:
-            checks.shape("prior_precision", precision, shape)
-        precision = precision.reshape(-1).expand(math.prod(shape)).reshape(shape)
-        self._finite(posterior.log_marginal_likelihood(precision))  # a structure may be unsupported
+        precision = posterior.prior().vector() if self.structure == "diagonal" else posterior.prior_precision
+        precision = precision.detach().double().cpu()
+        precision = precision.reshape(()).expand(shape).clone() if precision.numel() == 1 else precision
+        checks.shape("prior_precision", precision, shape)
+        checks.finite("The evidence", posterior.log_marginal_likelihood(precision), _FIX)  # may be unsupported
         # Searched in e-folds: the precisions, and the noise levels if they are tuned.
         tuned = [precision, *([posterior.noise_std.detach().double().cpu()] if tune_noise else [])]  # type: ignore[union-attr]
         self._logs = [own.log().requires_grad_() for own in tuned]
@@ -369,7 +366,7 @@ class _Run:
         posterior = self.posterior
         self.loop.n_data = posterior.n_data
         self._ascend()
-        evidence = self._finite(posterior.log_marginal_likelihood())
+        evidence = checks.finite("The evidence", posterior.log_marginal_likelihood(), _FIX).item()
         precision, noise = posterior.prior_precision.detach(), posterior.noise_std
         if self.structure == "diagonal":
             precision = posterior.prior_groups.geometric_means(precision)
@@ -398,23 +395,17 @@ class _Run:
             for _ in range(self.steps):
                 self._optimizer.zero_grad()
                 value = posterior.log_marginal_likelihood(*(log.exp() for log in self._logs))
-                self._finite(value)
-                (-value).backward()
+                (-checks.finite("The evidence", value, _FIX)).backward()
                 self._optimizer.step()
-        levels = [log.detach().exp() for log in self._logs]
-        self._finite(levels[0].log().sum())
-        posterior.prior_precision = levels[0]
-        if self.tune_noise:
-            posterior.noise_std = levels[1]
+        self._apply()
 
-    def _finite(self, value: Tensor) -> float:
-        number = value.item()
-        if not math.isfinite(number):
-            precision = self.posterior.prior_precision
-            what = "The evidence is not finite."
-            got = f"{number} at prior precisions from {precision.min():.3g} to {precision.max():.3g}"
-            raise NonFiniteError(what, expected="a number", got=got, fix="Use a smaller hyper_lr, or a longer burn_in.")
-        return number
+    def _apply(self) -> None:
+        """Give the posterior the levels of now."""
+        levels = [log.detach().exp() for log in self._logs]
+        checks.finite("A logarithm of a prior precision", levels[0].log(), _FIX)
+        self.posterior.prior_precision = levels[0]
+        if self.tune_noise:
+            self.posterior.noise_std = levels[1]
 
     def state(self) -> dict[str, Any]:
         """What training goes on from."""

@@ -25,6 +25,7 @@ from laplace_plus.network.batches import Batch
 from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior
+from laplace_plus.tuning.deletions import leave_out
 
 Scalar = Literal["loss", "logit"] | Callable[[Tensor, Tensor], Tensor]
 
@@ -187,12 +188,11 @@ def _products(
             rows, targets, weight = posterior.likelihood.rows(outputs, batch.target)
             root = posterior.likelihood.output_root(rows, targets).double() / noise.sqrt()[:, None]
             root = root * weight.sqrt()[:, None, None]
-            left = torch.eye(root.shape[-1]).to(root) - root.mT @ covariance @ root
-            if not bool(torch.linalg.eigvalsh(left).min() > 0):
+            leverages, shift, _ = leave_out(covariance, root, cotangent)
+            if not bool(leverages.max() < 1):
                 what, fix = "Leverages reach one, and the formula fails.", 'Take lp.Full, or method="linear".'
                 raise NotPositiveDefiniteError(what, fix=fix)
-            eye = torch.eye(covariance.shape[-1]).to(covariance)
-            cotangent = torch.linalg.solve(eye - root @ root.mT @ covariance, cotangent[..., None])[..., 0]
+            cotangent = cotangent + (root @ root.mT @ shift[..., None])[..., 0]  # (I − Λ V)⁻¹ g = g + Λ V₋ₙ g
         moved = Linearization(network, network.vector(), inputs).push(torch.stack(tangents)).double()
         return torch.einsum("qbc,bc->qb", moved, cotangent)
 

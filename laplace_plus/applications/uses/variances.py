@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from laplace_plus import checks
 from laplace_plus.applications.uses.continual import TaskSums
 from laplace_plus.curvature import Curvature
-from laplace_plus.errors import ConfigurationError
-from laplace_plus.likelihoods.base import describe
 from laplace_plus.network.gradients import whole_layout
 from laplace_plus.network.selection import Selection
 from laplace_plus.posteriors import Diagonal
@@ -75,9 +73,8 @@ def from_variance(
     checks.positive("The least variance", float(variance.min()))
     precision = checks.finite("A variance", variance).detach().to(posterior.network.device, torch.float64).reciprocal()
     posterior.prior_precision = precision.min() if prior_precision is None else prior_precision
-    if bool((posterior.prior().vector().to(precision) > (1 + 1e-6) * precision).any()):
-        what = "A variance is larger than that of the prior."
-        raise ConfigurationError(what, expected="1 / variance >= prior_precision", got=describe(variance))
+    ratio = posterior.prior().vector().to(precision) / precision
+    checks.number("The largest ratio of a variance and the prior's", float(ratio.max()), most=1 + 1e-6)
     posterior.network.check_finite()
     adopt_variances(posterior, variance, n_data)
     return posterior
