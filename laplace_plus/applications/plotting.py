@@ -83,17 +83,16 @@ def curves(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor, Tensor]]) -> 
     Returns:
         The figure; UnsupportedError if matplotlib is not installed.
     """
-    panels = _panels(len(predictions))
+    figure, panels = _panels(len(predictions))
     for panel, (name, (inputs, *parts)) in zip(panels, predictions.items(), strict=True):
         x, order = inputs.flatten().sort()
         mean, variance, targets = (part.flatten()[order] for part in _plain(len(x), *parts))
         panel.scatter(x, targets, color=_GREY, s=5, label="targets", zorder=1.5)  # above bands, below the mean
         curve(panel, x, mean, variance.sqrt())
         panel.set(title=name, xlabel="input")
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("target")
     panels[0].legend(loc="best", fontsize="x-small", frameon=False)
-    return panels[0].get_figure(root=True)  # type: ignore[return-value]
+    return figure
 
 
 def coverage_diagram(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> Figure:
@@ -107,7 +106,7 @@ def coverage_diagram(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -
     Returns:
         The figure; UnsupportedError if matplotlib is not installed.
     """
-    (panel,) = _panels(1)
+    figure, (panel,) = _panels(1)
     levels = torch.linspace(0, 1, 41, dtype=torch.float64)
     panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
     styles = itertools.cycle(itertools.product(("-", "--", ":"), (_BLUE, _ORANGE, _GREEN, _RED, _PINK)))
@@ -117,8 +116,7 @@ def coverage_diagram(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -
         panel.plot(levels, covered.cpu(), color=color, linestyle=style, label=name)
     panel.set(xlabel="level of the interval", ylabel="share of targets within", xlim=(0, 1), ylim=(0, 1))
     panel.legend(loc="lower right", fontsize="x-small", frameon=False)
-    panel.spines[["top", "right"]].set_visible(False)
-    return panel.get_figure(root=True)  # type: ignore[return-value]
+    return figure
 
 
 def _plain(size: int, *parts: Tensor) -> list[Tensor]:
@@ -152,7 +150,7 @@ def reliability_diagram(
         >>> figure.axes[0].get_title()
         'MAP\nECE 0.333'
     """
-    axes = _panels(len(predictions)) if axes is None else axes
+    axes = _panels(len(predictions))[1] if axes is None else axes
     for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
         bins = metrics.reliability_curve(probabilities, targets, n_bins)
         error = float(metrics.expected_calibration_error(probabilities, targets, n_bins))
@@ -167,11 +165,8 @@ def reliability_diagram(
         below = [-0.07] * len(middles)
         panel.scatter(middles, below, s=sizes, color=_GREY, zorder=4, clip_on=False, label="share of predictions")
         panel.axhline(0, color="black", linewidth=0.6)
-        panel.set(
-            title=f"{name}\nECE {error:.3f}", xlabel="confidence", xlim=(0, 1), ylim=(-0.14, 1.02), aspect="equal"
-        )
-        panel.set(xticks=_TICKS, yticks=_TICKS)
-        panel.spines[["top", "right"]].set_visible(False)
+        panel.set(title=f"{name}\nECE {error:.3f}", xlabel="confidence", xticks=_TICKS, yticks=_TICKS)
+        panel.set(xlim=(0, 1), ylim=(-0.14, 1.02), aspect="equal")
     axes[0].set_ylabel("accuracy")
     legend = axes[0].legend(loc="upper left", fontsize="small", frameon=False, borderaxespad=0)
     for handle in legend.legend_handles:
@@ -180,11 +175,14 @@ def reliability_diagram(
     return axes[0].get_figure(root=True)  # type: ignore[return-value]
 
 
-def _panels(n_panels: int) -> Sequence[Axes]:
+def _panels(n_panels: int) -> tuple[Figure, Sequence[Axes]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError("matplotlib is not installed.", fix="pip install 'laplace_plus[demo]'") from error
 
     figure = Figure(figsize=(2.5 * n_panels + 0.4, 3.2), layout="constrained")
-    return list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])
+    panels = list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, panels

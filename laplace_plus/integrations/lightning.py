@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from laplace_plus.errors import CheckpointError, NotFittedError, UnsupportedError
-from laplace_plus.integrations.training import as_trained, fitted
+from laplace_plus.errors import CheckpointError, NotFittedError
+from laplace_plus.integrations.training import as_trained, fitted, require_one_process
 from laplace_plus.network.batches import TARGET_KEYS, split
 from laplace_plus.posteriors import Posterior, load_state_dict, state_dict
 from laplace_plus.predictive import Prediction
@@ -63,9 +63,7 @@ class LaplaceCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse several processes before they train."""
-        if trainer.world_size > 1:
-            what, fix = "The posterior is fitted in one process.", "Train without the callback, and fit on one device."
-            raise UnsupportedError(what, expected="one device", got=f"{trainer.world_size}", fix=fix)
+        require_one_process(trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the posterior of earlier weights."""

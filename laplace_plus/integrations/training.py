@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from laplace_plus.errors import warn
+from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
 from laplace_plus.posteriors import Posterior, get_posterior
 
@@ -78,6 +78,13 @@ def fitted(
     """A posterior, tuned by the library's default."""
     cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
     return cls(model, likelihood, **options).fit(data, generator=generator).fit_prior_precision(generator=generator)
+
+
+def require_one_process(number: int) -> None:
+    """UnsupportedError where several processes train."""
+    if number > 1:
+        what, fix = "The posterior is fitted in one process.", "Train without the callback, and fit on one device."
+        raise UnsupportedError(what, expected="one process", got=f"{number}", fix=fix)
 
 
 def as_trained(likelihood: Any, **options: Any) -> Likelihood:

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from laplace_plus.applications.through import Through, through
-from laplace_plus.errors import DataError, UnsupportedError
-from laplace_plus.integrations.training import as_trained, fitted
+from laplace_plus.errors import DataError
+from laplace_plus.integrations.training import as_trained, fitted, require_one_process
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.posteriors import Posterior
@@ -85,9 +85,7 @@ class LaplaceCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse several processes before they train, and forget the posterior of earlier weights."""
         self.posterior = None
-        if args.world_size > 1:
-            what, fix = "The posterior is fitted in one process.", "Train without the callback, and fit on one device."
-            raise UnsupportedError(what, expected="one process", got=f"{args.world_size}", fix=fix)
+        require_one_process(args.world_size)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fit, tune and save."""

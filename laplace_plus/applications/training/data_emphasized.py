@@ -26,7 +26,7 @@ from laplace_plus.applications.uses.continual import entries_of
 from laplace_plus.applications.uses.variances import adopt_variances
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import standard_normal
-from laplace_plus.network.batches import Batch, bind, iterate
+from laplace_plus.network.batches import Batch, bind
 from laplace_plus.posteriors import Diagonal
 from laplace_plus.posteriors.state import TrainingData
 from laplace_plus.priors import LAYERWISE, Groups
@@ -150,12 +150,8 @@ def train_data_emphasized(
         further=[rho],
     )
     with loop.running():
-        posterior.network.check_finite()
-        batch = next(iterate(loader, device=posterior.network.device))
-        posterior.fit([(batch.inputs, batch.target)])  # what cannot be is refused at once
-        groups = None
-        if structure != "scalar":
-            groups = posterior.prior_groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
+        loop.begin(posterior, loader, structure)
+        groups = None if structure == "scalar" else posterior.prior_groups
         bound = _Bound(posterior, rho, groups, emphasis, generator)
         if state is None:
             loop.count()

@@ -17,7 +17,10 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch, batch_size, iterate, output_tensor
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import uses
+from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.posteriors.state import require_restartable
+from laplace_plus.priors import STRUCTURES, Groups
+from laplace_plus.tuning.groups import chosen_groups
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 SchedulerFactory = Callable[[optim.Optimizer], Any]
@@ -59,7 +62,7 @@ class Loop:
             if isinstance(data, Iterator):  # iter() of a loader would draw a seed
                 require_restartable(data, "Training passes over the data many times.")
         self.model, self.network, self.loader = model, network, loader
-        self.max_gradient_norm = max_gradient_norm
+        self.max_gradient_norm, self.generator = max_gradient_norm, generator
         self.generators = _generators(network.device, [loader, other], generator)
         trained = [p for p in network.model.parameters() if p.requires_grad]
         self.optimizer = optimizer([*trained, *further], **optimizer_options)
@@ -79,6 +82,19 @@ class Loop:
                 module.training = training
             for parameter in self.network.model.parameters():
                 parameter.grad = None
+
+    def begin(self, posterior: GaussianPosterior, data: Iterable[Any], structure: str | Groups) -> Groups | None:
+        """Fit to one batch first: what posterior or data do not support is refused before hours of training.
+
+        The groups of a prior's structure, which the posterior gets; None for plain structures.
+        """
+        posterior.network.check_finite()
+        batch = next(iterate(data, device=posterior.network.device))
+        posterior.fit([(batch.inputs, batch.target)], generator=self.generator)
+        if structure in STRUCTURES:
+            return None
+        posterior.prior_groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
+        return posterior.prior_groups
 
     def count(self, other: Iterable[Any] | None = None) -> None:
         """Set N and the mean batch size by a pass over the data; generators are as before."""

@@ -31,12 +31,11 @@ from laplace_plus.applications.training.loop import (
 from laplace_plus.applications.uses.continual import entries_of, require_gaussian
 from laplace_plus.curvature import Backend
 from laplace_plus.likelihoods import resolve_likelihood
-from laplace_plus.network.batches import Batch, call, iterate
+from laplace_plus.network.batches import Batch, call
 from laplace_plus.network.selection import uses
 from laplace_plus.posteriors import KFAC, GaussianPosterior, get_posterior
-from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups
+from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.tuning.base import tunes_noise
-from laplace_plus.tuning.groups import chosen_groups
 
 PosteriorFactory = Callable[..., GaussianPosterior]
 
@@ -238,14 +237,7 @@ def train_marginal_likelihood(
         other=curvature_loader,
     )
     with loop.running():
-        # One batch first: what posterior or data do not support is refused before hours of training.
-        own.network.check_finite()
-        first = next(iterate(curved, device=own.network.device))
-        batches = [(first.inputs, first.target)]
-        own.fit(batches, generator=generator)
-        groups = None if structure in STRUCTURES else chosen_groups(own, structure, batches)
-        if groups is not None:
-            own.prior_groups = groups
+        groups = loop.begin(own, curved, structure)
         own.prior_precision = prior_precision
         run = _Run(
             loop,
