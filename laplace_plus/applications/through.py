@@ -155,8 +155,6 @@ class LastToken:
 def _dependent_outputs(view: Any, x: Any) -> int:
     """The number of outputs; :class:`SelectionError` where no gradient leads from them to the selected weights."""
     network, inputs = view.network, view.network.receive(x)
-    if isinstance(network.function, LastToken) and batches.can_be_cut(inputs, size := batches.batch_size(inputs)):
-        inputs = batches.cut(inputs, [0, size - 1])  # which tell as much as all texts
     with torch.enable_grad():
         vector = network.vector().requires_grad_()
         outputs = network(inputs, network.substitute(vector))

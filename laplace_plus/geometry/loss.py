@@ -183,18 +183,14 @@ class LossLandscape(Landscape):
         if not self.linearized or self._kept is None or self._stream.n_outputs * self.vector.nbytes > _KEPT_BYTES:
             return None
         with exact_arithmetic(self.network), torch.no_grad():
-            return [_Tangent(self._tangent(batch), len(self.vector), self._stream.chunk_size) for batch in self._kept]
-
-    def _tangent(self, batch: Batch) -> Linearization:
-        return Linearization(self.network, self.vector, batch.inputs)
+            lines = [Linearization(self.network, self.vector, batch.inputs) for batch in self._kept]
+            return [_Tangent(line, len(self.vector), self._stream.chunk_size) for line in lines]
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 
     def _losses(self, outputs: Tensor, target: Any) -> Tensor:
         """``−log p(target | outputs)``, times the likelihood's weight, for each of ``[m, B, *, C]``."""
-        losses = []
-        for one in outputs:
-            losses.append(-self.likelihood.log_densities(one, target).sum())
+        losses = [-self.likelihood.log_densities(one, target).sum() for one in outputs]
         return torch.stack(losses) * self.likelihood_weight
 
     def _loss(self, target: Any, outputs: Tensor) -> Tensor:
@@ -255,9 +251,9 @@ class LossLandscape(Landscape):
     def _chunks(self, points: Tensor) -> Iterator[tuple[Batch, Linearization | _Tangent | None, slice]]:
         """Each batch with its tangent, if that takes the network's place, and ``chunk_size`` points at a time."""
         for number, batch in enumerate(self._batches()):
-            line = None
-            if self.linearized:
-                line = self._tangent(batch) if self._tangents is None else self._tangents[number]
+            line: Linearization | _Tangent | None = self._tangents[number] if self._tangents else None
+            if self.linearized and line is None:
+                line = Linearization(self.network, self.vector, batch.inputs)
             for some in self._stream.chunks(len(points)):
                 yield batch, line, some
 
@@ -327,17 +323,12 @@ class MovedNetwork(Network):
         return Network.raw(self, inputs, {**self._point, **(parameters or {})}, mode)
 
 
-def _leaves(batch: Batch) -> list[Any]:
-    return batches.leaves_of((batch.inputs, batch.target))
-
-
 def _joined(parts: list[Batch]) -> list[Batch]:
     """The same examples in one batch, where they can be concatenated; else the very same batches."""
-    columns = list(zip(*map(_leaves, parts), strict=True))
-    shapes = [{x.shape[1:] if isinstance(x, Tensor) and x.ndim else None for x in column} for column in columns]
-    if len(parts) < 2 or any(len(kinds) > 1 or None in kinds for kinds in shapes):  # noqa: PLR2004
+    try:
+        return [Batch(*batches.joined([(part.inputs, part.target) for part in parts]))]
+    except (RuntimeError, TypeError):  # leaves of several shapes, or that are no tensors
         return parts
-    return [Batch(*batches.joined([(part.inputs, part.target) for part in parts]))]
 
 
 # -- smoothness --------------------------------------------------------------------------------------------------------

@@ -89,7 +89,8 @@ class LaplaceCallback(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the posterior of a checkpoint, unless training goes on from it."""
         if KEY in checkpoint and trainer.state.fn != "fit":
-            self.posterior = _restored(checkpoint[KEY], pl_module)
+            entry = checkpoint[KEY]
+            self.posterior = load_state_dict(entry["state"], pl_module.get_submodule(entry["network"]))
 
     def predictor(self) -> LaplacePredictor:
         """A module for ``Trainer.predict``; NotFittedError before the end of training."""
@@ -140,8 +141,4 @@ def load_posterior(path: str | Path, module: LightningModule) -> Any:
     if KEY not in checkpoint:
         fix = "Save the checkpoint after training: trainer.save_checkpoint(path)."
         raise CheckpointError("The checkpoint has no posterior.", expected=f"an entry {KEY!r}", fix=fix)
-    return _restored(checkpoint[KEY], module)
-
-
-def _restored(entry: dict[str, Any], module: LightningModule) -> Any:
-    return load_state_dict(entry.get("state", {}), module.get_submodule(entry["network"]))
+    return load_state_dict(checkpoint[KEY]["state"], module.get_submodule(checkpoint[KEY]["network"]))

@@ -171,13 +171,6 @@ class SpatialField(GaussianPosterior):
         curvature = Curvature([(layout, block)])
         return curvature if total is None else total.add_(curvature), found.outputs
 
-    @property
-    def vertex_curvature(self) -> Tensor:
-        """H at unit noise, of each vertex its trace ``[G + 1, ...]`` or its block ``[G + 1, ..., d, d]``."""
-        block: Any = self.state.curvature.blocks[0][1]
-        each = block.matrix if self.structure.name == "block" else block.values[..., 0, 0]
-        return each.sum(0)[:-1].unflatten(0, (self.grid.resolution + 1,) * self.grid.d)
-
     # -- predictions ---------------------------------------------------------------------------------------------------
 
     @override
