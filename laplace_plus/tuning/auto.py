@@ -37,9 +37,9 @@ from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.tuning import new_data
 from laplace_plus.tuning.base import Tunable, TuningResult, trained_size, tunes_noise
-from laplace_plus.tuning.deletions import Deletions, left_out_losses, link_options
+from laplace_plus.tuning.deletions import at_best_noise, leave_out, link_options, noise_terms
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
-from laplace_plus.tuning.new_data import Rows, evenly
+from laplace_plus.tuning.new_data import Rows, evenly, thinned
 from laplace_plus.tuning.noise import noise_from_residuals
 from laplace_plus.tuning.validation import Validation
 
@@ -228,9 +228,11 @@ class _Views:
         outputs = rows.outputs[index]
         own = likelihood.class_probabilities(from_functional(likelihood, outputs, torch.zeros_like(outputs)).mean)
         right, told = ((values.argmax(1) == truth.argmax(1)).double().mean().item() for values in (own, scores))
-        fresh, rate = new_data.fresh_labels(scores, truth, 1 - right)
-        if told < new_data.TOLD_LABELS * (1 - rate):
+        wrong = new_data.rate_of_wrong(scores, truth)
+        rate = max(wrong - (1 - right), 0.0)  # of labels that the network learnt by heart
+        if told < new_data.TOLD_LABELS * (1 - wrong):
             return None, rate
+        fresh = new_data.fresh_labels(scores, truth, rate)
         some = evenly(len(index), self.most, index.device)
         points = new_data.midpoints(rows, index[some])
         fresh = fresh.view(len(index), -1, fresh.shape[1])[some].flatten(0, 1)
@@ -287,7 +289,7 @@ def _of_views(
             notes = f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
     pairs = [(1.0, at), (BETWEEN, between)]
     found = [(weight, losses) for weight, losses in pairs if losses is not None and bool(losses.isfinite().all())]
-    place = together(found, scales)
+    place = common_scale(found, scales)
     total = torch.full((network + 1,), math.nan)
     if found:
         total = torch.stack([weight * losses for weight, losses in found]).sum(0) / sum(weight for weight, _ in found)
@@ -308,7 +310,7 @@ def _of_views(
     }
 
 
-def together(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> int:
+def common_scale(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> int:
     """The place of the scale that weighed views choose together, or of the network: behind the last one."""
     places = [int(losses.argmin()) for _, losses in found]
     if len(set(places)) < 2:  # noqa: PLR2004
@@ -322,27 +324,50 @@ def _of_regression(
     own: Tunable, data: Iterable[Any], scales: tuple[float, ...], options: dict[str, Any], progress: bool
 ) -> dict[str, Any]:
     """The widest scale that loses all but least, with the noise that belongs to it, as fields of the result."""
-    precision, n_data = own.prior_precision.detach(), own.n_data
+    likelihood, size, n_data = own.likelihood, own.n_outputs, own.n_data
+    estimate = noise_from_residuals(own)
     first = next(iter(iterate(data, device=own.network.device)))
     rows = n_data * own.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
     share = min(1.0, ENOUGH / n_data, _room(own) / rows)
-    moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data)))}
-    deletions = Deletions(own, data, precision, None, "first_order", "position", **moving)
-    deletions.without_own, deletions.strict = own.structure.name == "full", False
-    error = noise_from_residuals(own)
-    deletions.inflation = (error.noise_std / error.residual_std - 1) * own.noise_std.square().to(error.noise_std)
-    found = left_out_losses(deletions, precision, torch.ones(1, device="cpu"), scales, noisy=True, progress=progress)
-    losses = found.losses
+    most = max(1, int(ENOUGH / (share * n_data)))  # positions of each example
+    terms, n_entries, n_rows = torch.zeros(len(scales), 2, dtype=torch.float64, device="cpu"), 0.0, 0.0
+    generator = torch.Generator().manual_seed(0)  # for covariances that are estimated
+    for batch in thinned(iterate(data, device=own.network.device, progress=progress, description="new data"), share):
+        found = own.functional_posterior(batch.inputs, generator=generator)
+        likelihood.validate(found.mean, batch.target)
+        mean, targets, weight = likelihood.rows(found.mean.double(), batch.target)
+        kept = weight.nonzero()[:, 0]
+        kept = kept[evenly(len(kept), most * len(found.mean), kept.device)]
+        mean, targets, weight = mean[kept], targets[kept], weight[kept]
+        covariance = found.covariance.reshape(-1, size, size)[kept].double()
+        if own.structure.name == "full":
+            covariance = _without_own(own, mean, targets, weight, covariance)
+        residuals = (estimate.noise_std / estimate.residual_std).to(mean) * (targets - mean)
+        terms += torch.stack([noise_terms(likelihood, residuals, weight, scale * covariance) for scale in scales])
+        n_entries += float((weight[:, None] * likelihood.observed(targets)).sum())
+        n_rows += float(weight.sum())
+    losses, factors = at_best_noise(terms, n_entries)
+    losses = losses / n_rows
     best = int((losses <= losses.min() + TOLERANCE).nonzero()[0])
-    value, last, scale, noise = float(losses[best]), float(losses[-1]), scales[best], float(found.factors[best])
+    value, last, scale, noise = float(losses[best]), float(losses[-1]), scales[best], float(factors[best])
     chosen = "network" if scale < 1 and last <= value else "marginal_likelihood" if scale == 1 else "new_data"
     return {
-        "prior_precision": precision / noise**2,
+        "prior_precision": own.prior_precision.detach() / noise**2,
         "noise_std": own.noise_std * noise,
         "value": -value,
         "covariance_scale": scale,
         "chosen": chosen,
-        "why": _WHY[chosen].format(scale) + (f" {error.problem}" if error.problem else ""),
+        "why": _WHY[chosen].format(scale) + (f" {estimate.problem}" if estimate.problem else ""),
         "expected_gain": last - value,
         "losses": losses,
     }
+
+
+def _without_own(own: Tunable, mean: Tensor, targets: Tensor, weight: Tensor, covariance: Tensor) -> Tensor:
+    """Covariances ``[n, C, C]`` by a matrix over all weights, without each row's own term where leverages allow."""
+    root = own.likelihood.output_root(mean, targets) * weight.clamp_max(1.0).sqrt()[:, None, None]
+    each = (own.likelihood.curvature_weights() / own.temperature.double()).to(mean)
+    root = root * each.sqrt()[own.likelihood.output_groups(root.shape[-1]).to(mean.device)]
+    leverages, _, left = leave_out(covariance, root, torch.zeros_like(mean))
+    below = (leverages < 1 - 16 * torch.finfo(own.network.dtype).eps).all(-1)
+    return torch.where(below[:, None, None], left, covariance)

@@ -33,7 +33,7 @@ from laplace_plus.curvature import FullStructure, Layout, Native
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.likelihoods import Gaussian, Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import Batch, batch_size, can_be_cut, cut, iterate
+from laplace_plus.network.batches import cut, iterate
 from laplace_plus.network.network import Network
 from laplace_plus.predictive import from_functional
 from laplace_plus.predictive.linearized import functional_posteriors
@@ -119,20 +119,10 @@ class Deletions:
 
     Attributes:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
-        share: Of each batch's examples, how many are left out, evenly spread. Below one, a pass does not check that the
-            data are those of the fit.
         n_examples, n_observations: How many the last pass went over.
-        most: Of each example's positions, how many are left out, evenly spread; None for all.
-        inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
-            displace them: then residuals grow by a factor.
-        strict: Whether other data than were fitted to are refused, not warned of; then they may be augmented at random.
-        without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
     """
 
     n_examples, n_observations = 0, 0.0
-    inflation: Tensor | None = None
-    without_own = False
-    strict = True
     displacing: Covariances | None = None
 
     def __init__(
@@ -143,13 +133,9 @@ class Deletions:
         noise_std: Any,
         leverages: Leverages,
         unit: Unit,
-        *,
-        share: float = 1.0,
-        most: int | None = None,
     ):
         checks.choice("leverages", leverages, get_args(Leverages))
         checks.choice("unit", unit, get_args(Unit))
-        self.share, self.most = share, most
         self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
         self.temperature = posterior.temperature.detach()
         self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
@@ -172,7 +158,7 @@ class Deletions:
         sets = model.factor_sets(wanted, self.temperature)
         own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
-        for batch in thinned(loader, self.share):
+        for batch in loader:
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
             fitted.add(raw, batch.target)
@@ -184,9 +170,7 @@ class Deletions:
             groups = [likelihood.output_groups(size).to(root.device) for size in (root.shape[-1], flat.shape[-1])]
             kept: Tensor | slice = slice(None)
             if self.unit == "position":
-                kept = places = weight.nonzero()[:, 0]
-                if self.most is not None and self.most * len(outputs) < len(places):
-                    kept = places[torch.linspace(0, len(places) - 1, self.most * len(outputs)).round().long()]
+                kept = weight.nonzero()[:, 0]
                 outputs, targets = flat[kept], cut(targets, kept)
                 targets = (targets, weight[kept]) if likelihood.weighted else targets
             else:
@@ -202,14 +186,11 @@ class Deletions:
 
             at = self._at(root, gradient, groups, self.noise_std)
             leverages, shift, _ = leave_out(covariances[0], *at, first_order=self.leverages == "first_order")
-            if self.inflation is not None:
-                shift = at[1] * self.inflation.to(shift)
             mean = outputs + shift[kept].reshape(outputs.shape)
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
         self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
-        if self.share == 1:
-            fitted.check(strict=self.strict)
+        fitted.check()
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
         """Root and gradient of the tempered log-likelihood at a noise level, from those at unit noise."""
@@ -233,23 +214,6 @@ class Deletions:
                 got=f"a largest leverage of {float(values.max()):.3g}",
                 fix=fix,
             )
-
-
-def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
-    """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
-    owed = 1.0
-    for batch in batches:
-        size = batch_size(batch.target)
-        count = round(share * size)
-        if not count:  # of many small batches, some give one example
-            owed += share * size
-            count = int(owed)
-            owed -= count
-        if share == 1 or not can_be_cut(batch.inputs, size):
-            yield batch
-        elif count:
-            chosen = torch.linspace(0, size - 1, count).round().long().tolist()
-            yield Batch(cut(batch.inputs, chosen), cut(batch.target, chosen))
 
 
 def factor_covariances(
@@ -293,7 +257,7 @@ def exact_covariances(
 
 
 class Losses(NamedTuple):
-    """Of precisions and scales mean losses ``[G · S]``, and noise factors, which are 1 where noise is not tuned."""
+    """Of each precision the mean loss, and the noise factor, which is 1 where noise is not tuned, ``[G]``."""
 
     losses: Tensor
     factors: Tensor
@@ -304,24 +268,23 @@ def left_out_losses(
     deletions: Deletions,
     base: Tensor,
     levels: Tensor,
-    scales: Sequence[float] = (1.0,),
     *,
     noisy: bool,
     progress: bool = False,
     seed: int | None = None,
     **options: Any,
 ) -> Losses:
-    """The losses at precisions ``level · base`` and scales of V, in one pass.
+    """The losses at precisions ``level · base``, in one pass.
 
     Where they are ``noisy``, the noise and V are scaled together to their optimum; else options are those of the link,
     with the ``seed`` of its random numbers.
     """
     likelihood, own = deletions.model.likelihood, deletions.leverages == "own"
-    totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
+    totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")
     valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
     n_entries, n_observations, largest = 0.0, 0.0, []
     for batch in deletions.batches([(base * level, None) for level in levels], progress=progress):
-        _, targets, weight = likelihood.rows(batch.outputs, batch.targets)
+        mean, targets, weight = likelihood.rows(batch.mean, batch.targets)
         n_observations += float(weight.sum())
         if noisy:
             assert isinstance(likelihood, Gaussian)
@@ -330,26 +293,19 @@ def left_out_losses(
         if bool((largest[-1] >= deletions.limit).any()):
             continue  # they are refused, once all are counted
         for number, covariance in enumerate(batch.covariances):
-            if own or deletions.without_own:
-                leverages, _, left = leave_out(covariance, batch.root, batch.gradient)
-                below = (leverages < deletions.limit).all(-1)
-                valid[number] &= not own or bool(below.all())
-                covariance = torch.where(below[:, None, None], left, covariance)
+            if own:
+                leverages, _, covariance = leave_out(covariance, batch.root, batch.gradient)
+                valid[number] &= bool((leverages < deletions.limit).all())
             if valid[number]:
                 covariance = batch.by_position(covariance)
-                for place, scale in enumerate(scales):
-                    if noisy:
-                        totals[number, place] += _noise_terms(likelihood, batch, scale * covariance)
-                    else:
-                        totals[number, place, 0] += _loss(likelihood, batch, scale * covariance, seed, options)
+                if noisy:
+                    totals[number] += noise_terms(likelihood, targets - mean, weight, covariance.flatten(0, -3))
+                else:
+                    totals[number, 0] += _loss(likelihood, batch, covariance, seed, options)
     deletions.check(largest)
-    losses, factors = totals[..., 0], torch.ones_like(totals[..., 1])
-    if noisy:
-        factors = (totals[..., 1] / n_entries).sqrt()
-        # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
-        losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
-    losses = torch.where(valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
-    return Losses(losses.flatten(), factors.flatten(), n_observations)
+    losses, factors = at_best_noise(totals, n_entries) if noisy else (totals[:, 0], torch.ones_like(totals[:, 0]))
+    losses = torch.where(valid & losses.isfinite(), losses / n_observations, torch.inf)
+    return Losses(losses, factors, n_observations)
 
 
 def _loss(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None, options: Any) -> Tensor:
@@ -360,19 +316,28 @@ def _loss(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed
     return -weighted_sum(found.log_prob(targets), weight)
 
 
-def _noise_terms(likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor) -> Tensor:
-    """Half a batch's log-determinants, and its squared Mahalanobis distances."""
-    assert isinstance(likelihood, Gaussian) and likelihood.noise_std is not None
-    flat, targets, weight = likelihood.rows(batch.mean, batch.targets)
-    seen = likelihood.observed(targets)  # what is missing becomes independent, at its mean
-    noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1]).where(seen, 1.0)
-    together = covariance.reshape(len(flat), *covariance.shape[-2:]).masked_fill(
-        ~(seen[:, None] & seen[..., None]), 0.0
-    )
+def noise_terms(likelihood: Likelihood, residuals: Tensor, weight: Tensor, covariance: Tensor) -> Tensor:
+    """Half the log-determinants of ``V + σ²``, and squared Mahalanobis distances, summed over rows: ``[2]``.
+
+    Of residuals ``[n, C]``, NaN where a target is missing, weights ``[n]`` and V ``[n, C, C]``.
+    """
+    assert likelihood.noise_std is not None
+    seen = ~residuals.isnan()  # what is missing becomes independent, at its mean
+    noise = likelihood.noise_std.to(residuals).square().expand(residuals.shape[-1]).where(seen, 1.0)
+    together = covariance.masked_fill(~(seen[:, None] & seen[..., None]), 0.0)
     lower = torch.linalg.cholesky(together + torch.diag_embed(noise))
-    distance = torch.linalg.solve_triangular(lower, (targets - flat).where(seen, 0.0)[..., None], upper=False)
+    distance = torch.linalg.solve_triangular(lower, residuals.where(seen, 0.0)[..., None], upper=False)
     determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return torch.stack([weight @ determinants, weight @ distance.square().sum((1, 2))]).double().cpu()
+
+
+def at_best_noise(terms: Tensor, n_entries: float) -> tuple[Tensor, Tensor]:
+    """Losses of :func:`noise_terms` ``[G, 2]``, where the noise and V are scaled by the best factor m, and m: ``[G]``.
+
+    ``½ Σ (Q/m² + log det + C log 2πm²)`` has its minimum at ``m² = Q / n_entries``.
+    """
+    factors = (terms[:, 1] / n_entries).sqrt()
+    return terms[:, 0] + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2, factors
 
 
 def link_options(tuner: Any, likelihood: Likelihood, generator: torch.Generator | None) -> dict[str, Any]:

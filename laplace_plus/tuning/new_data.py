@@ -18,7 +18,7 @@ Both predict by ridge regression with a Gaussian kernel. Without the datum n it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,13 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import last_layer_of, layer_of
-from laplace_plus.tuning.deletions import thinned
 
 ROWS, POINTS, NEIGHBOURS = 700, 300, 5
 """Data (or positions) that predict each other, at how many of them losses are compared, and of how many near ones the
 other end of a midpoint is one."""
+
+CHOOSING = 350
+"""Rows that choose a kernel's width and ridge, which depend on their number little."""
 
 KEPT = 1e8
 """Numbers of the inputs among which neighbours are searched at most; of more, evenly spread ones."""
@@ -53,6 +55,23 @@ One share alone errs where data are few, or hard."""
 def evenly(n: int, most: int, device: torch.device | None = None) -> Tensor:
     """Indices of at most so many of n, evenly spread."""
     return torch.linspace(0, n - 1, min(most, n), device=device).round().long()
+
+
+def thinned(loader: Iterable[batches.Batch], share: float) -> Iterator[batches.Batch]:
+    """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
+    owed = 1.0
+    for batch in loader:
+        size = batches.batch_size(batch.target)
+        count = round(share * size)
+        if not count:  # of many small batches, some give one example
+            owed += share * size
+            count = int(owed)
+            owed -= count
+        if share == 1 or not batches.can_be_cut(batch.inputs, size):
+            yield batch
+        elif count:
+            chosen = torch.linspace(0, size - 1, count).round().long().tolist()
+            yield batches.Batch(batches.cut(batch.inputs, chosen), batches.cut(batch.target, chosen))
 
 
 @dataclass(frozen=True)
@@ -181,17 +200,22 @@ def left_out(features: Tensor, values: Tensor, widths: Sequence[float], ridges: 
     """
     squares = torch.cdist(features, features).square().double()
     scale = squares.median().clamp_min(torch.finfo(squares.dtype).tiny)
-    mean, best = values.mean(0), (math.inf, values)
+    some, mean, best = evenly(len(values), CHOOSING, values.device), values.mean(0), (math.inf, 1.0, 1.0)
+    wanted, ridges = (values - mean)[some], ridges.to(squares)
     for width in widths:
-        eigenvalues, basis = torch.linalg.eigh(torch.exp(-squares / (2 * width * scale)))
-        eigenvalues, turned = eigenvalues.clamp_min(0.0), basis.T @ (values - mean)
-        for ridge in ridges.tolist():
-            inverse = 1 / (eigenvalues + ridge)
-            error = (basis @ (inverse[:, None] * turned)) / (basis.square() @ inverse)[:, None]
-            loss = float(error.square().mean())
-            if loss < best[0]:
-                best = loss, values - error
-    return best[1]
+        kernel = torch.exp(-squares[some[:, None], some] / (2 * width * scale))
+        eigenvalues, basis = torch.linalg.eigh(kernel)
+        inverse = 1 / (eigenvalues.clamp_min(0.0)[:, None] + ridges)  # [n, L]
+        turned = inverse[..., None] * (basis.T @ wanted)[:, None]
+        errors = (basis @ turned.flatten(1)).view(*turned.shape) / (basis.square() @ inverse)[..., None]
+        losses = errors.square().mean((0, 2))
+        least = int(losses.argmin())
+        best = min(best, (float(losses[least]), width, float(ridges[least])))
+    _, width, ridge = best
+    kernel = torch.exp(-squares / (2 * width * scale))
+    kernel.diagonal().add_(ridge)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
+    return values - (inverse @ (values - mean)) / inverse.diagonal()[:, None]
 
 
 def left_out_labels(features: Tensor, truth: Tensor) -> Tensor:
@@ -212,27 +236,31 @@ def distinct(features: Tensor) -> Tensor:
     return first.scatter_reduce(0, place, index, "amin").sort().values
 
 
-def fresh_labels(scores: Tensor, truth: Tensor, error: float = 0.0) -> tuple[Tensor, float]:
-    """How a new label at each row is distributed, ``[n, K]``, and the rate ρ of wrong labels that were learnt by heart.
+def rate_of_wrong(scores: Tensor, truth: Tensor) -> float:
+    """The rate of labels ``truth [n, K]`` that are wrong, by the scores ``[n, K]`` of :func:`left_out_labels`.
 
-    The scores of :func:`left_out_labels` become probabilities q by one factor, that of least loss. The error among the
-    surest rows, less that of the network at its own labels, is ρ, since others err there only where the label does. A
-    wrong label is any other with equal odds.
-    Bayes' rule joins a row's own label y with q cleared of wrong labels, and a new label is wrong with ρ again:
+    It is the error of the surest of them, since others err there only where the label does.
+    """
+    best, second = scores.topk(2).values.unbind(1)
+    wrong = (scores.argmax(1) != truth.argmax(1))[(best - second).argsort(descending=True)].double()
+    counts = [min(len(truth), max(10, int(share * len(truth)))) for share in SURE]
+    return min(0.45, *((float(wrong[:count].sum()) + 0.5) / (count + 1) for count in counts))
+
+
+def fresh_labels(scores: Tensor, truth: Tensor, rate: float) -> Tensor:
+    """How a new label at each row is distributed, ``[n, K]``, where labels are wrong at a rate ρ.
+
+    The scores of :func:`left_out_labels` become probabilities q by one factor, that of least loss. A wrong label is any
+    other with equal odds. Bayes' rule joins a row's own label y with q cleared of wrong labels, and a new label is
+    wrong with ρ again:
 
         p_c ∝ q'_c ((1 − ρ) y_c + ρ (1 − y_c)/(K − 1)),    t = (1 − ρ) p + ρ (1 − p)/(K − 1).
     """
-    n, size = truth.shape
     factors = torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0], dtype=scores.dtype)
     losses = [float(-(truth * (factor * scores).log_softmax(1)).sum(1).mean()) for factor in factors.tolist()]
     q = (factors[losses.index(min(losses))] * scores).softmax(1).clamp_min(1e-4)
-    best, second = scores.topk(2).values.unbind(1)
-    wrong = (scores.argmax(1) != truth.argmax(1))[(best - second).argsort(descending=True)].double()
-    counts = [min(n, max(10, int(share * n))) for share in SURE]
-    rate = min(0.45, *((float(wrong[:count].sum()) + 0.5) / (count + 1) for count in counts))
-    rate = max(rate - error, 0.0)
-    other = rate / (size - 1)
+    other = rate / (truth.shape[1] - 1)
     cleared = ((q / q.sum(1, keepdim=True) - other) / (1 - rate - other)).clamp_min(1e-3)
     p = cleared * ((1 - rate) * truth + other * (1 - truth))
     p = p / p.sum(1, keepdim=True)
-    return (1 - rate) * p + other * (1 - p), rate
+    return (1 - rate) * p + other * (1 - p)

@@ -13,7 +13,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.network.batches import Batch
 from laplace_plus.tuning import auto, noise_from_residuals
-from laplace_plus.tuning.deletions import thinned
+from laplace_plus.tuning.new_data import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 
