@@ -119,10 +119,8 @@ class Deletions:
 
     Attributes:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
-        n_examples, n_observations: How many the last pass went over.
     """
 
-    n_examples, n_observations = 0, 0.0
     displacing: Covariances | None = None
 
     def __init__(
@@ -189,7 +187,6 @@ class Deletions:
             mean = outputs + shift[kept].reshape(outputs.shape)
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
-        self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
         fitted.check()
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:

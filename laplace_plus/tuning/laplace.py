@@ -320,7 +320,6 @@ def survey(
     *,
     progress: bool = False,
     description: str = "training data",
-    strict: bool = True,
 ) -> FittedData:
     """Run the network once over data and check that they are those of the fit; arguments as :class:`FittedData`."""
     found = FittedData(model, network, n_data)
@@ -329,7 +328,7 @@ def survey(
         outputs = network.forward(batch.inputs)
         model.likelihood.validate(outputs, batch.target)
         found.add(outputs, batch.target)
-    found.check(strict=strict)
+    found.check()
     return found
 
 

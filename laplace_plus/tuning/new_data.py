@@ -30,7 +30,7 @@ from laplace_plus.network import batches
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import last_layer_of, layer_of
 
-ROWS, POINTS, NEIGHBOURS = 700, 300, 5
+ROWS, POINTS, NEIGHBOURS = 700, 200, 5
 """Data (or positions) that predict each other, at how many of them losses are compared, and of how many near ones the
 other end of a midpoint is one."""
 

@@ -194,10 +194,10 @@ def test_two_views_choose_a_common_scale():
         return torch.ones(6).double().index_fill(0, torch.tensor([place]), 0.0)
 
     def common(at, between):
-        return auto.common_scale([(1.0, losses(at)), (2.0, losses(between))], scales)
+        return auto.common_scale([(1.0, losses(at)), (auto.BETWEEN, losses(between))], scales)
 
     assert common(2, 2) == 2 and common(5, 5) == 5
-    assert common(3, 0) == 1  # 10⁻³ counts once, 1 twice
+    assert common(4, 0) == 1  # 10⁻⁴ counts once, 1 three times
     assert common(5, 1) == common(4, 1) == 2  # the network counts as the last scale
     assert auto.common_scale([(1.0, losses(5))], scales) == 5 and auto.common_scale([], scales) == 5
 
@@ -228,6 +228,22 @@ def test_wrong_labels_that_were_learnt_by_heart_are_seen():
     best = min(map(loss_at, found.scales))
     own = float(cross_entropy(net(x[200:]).detach(), y[200:]))
     assert loss_at(posterior.covariance_scale) < best + 0.05 < own - 0.5
+
+
+def test_trust_is_by_the_whole_rate_of_wrong_labels(monkeypatch):
+    """A network that mislabels data like those of wrong labels has not learnt these by heart; others tell no less."""
+    side = torch.arange(200) % 2
+    x = 6.0 * side[:, None] + torch.randn(200, 2, generator=generator(), dtype=torch.float64)
+    y = torch.where(torch.arange(200) % 10 < 4, 1 - side, side)  # two in five
+    net = nn.Linear(2, 2).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+        net.bias.copy_(torch.tensor([6.0, -6.0]))
+    found = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
+    assert found.wrong_labels < 0.1 and found.between_losses is not None
+    monkeypatch.setattr(new_data, "TOLD_LABELS", 1.2)
+    found = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
+    assert found.between_losses is None
 
 
 def test_inputs_of_other_forms():
