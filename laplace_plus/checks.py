@@ -63,12 +63,12 @@ def positive(name: str, value: Any) -> float:
     return number(name, value, above=0.0)
 
 
-def choice(name: str, value: Any, options: Iterable[Any]) -> Any:
+def choice(name: str, value: Any, options: Iterable[Any], fix: str | None = None) -> Any:
     """``value``, or :class:`ConfigurationError` unless it is one of the options."""
     options = list(options)
     if not isinstance(value, type(None) | str | int | float) or value not in options:
         expected = ", ".join(map(repr, options))
-        raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value))
+        raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value), fix=fix)
     return value
 
 

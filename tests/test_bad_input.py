@@ -184,7 +184,7 @@ def test_only_posterior_classes_are_registered(thing):
     with pytest.raises(ConfigurationError) as error:
         lp.register("NotAPosterior", thing)
     assert says(error, "fit, predictive, sample")
-    with pytest.raises(ConfigurationError, match="No posterior is called"):
+    with pytest.raises(ConfigurationError, match="Unknown posterior"):
         get_posterior("NotAPosterior")
 
 

@@ -29,8 +29,8 @@ from laplace_plus.network.selection import Selection
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import zero_curvature
-from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
+from laplace_plus.posteriors.public import require_influence
+from laplace_plus.posteriors.state import State, of_state, survey
 from laplace_plus.tuning import Tuner, TuningResult, Validation
 
 _MOMENTUM, _DECAY = 0.9, 1e-4
@@ -156,8 +156,7 @@ class ABNN(Posterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> FineTuned:
-        require_restartable(data, "Fine-tuning passes over the data again and again.")
-        n_data, n_outputs, _ = survey(self, data)
+        n_data, n_outputs, _ = survey(self, data, "Fine-tuning passes over the data again and again.")
         seed = draw_seed(generator)
         members = self._fine_tune(data, seed, progress=progress)
         self.set_state(FineTuned(members.mean(0), n_data, n_outputs, members, self.scale))
@@ -199,8 +198,7 @@ class ABNN(Posterior):
         with torch.enable_grad():
             leaf = vector.clone().requires_grad_()
             loss = mean_loss(self.likelihood, self._noisy(batch.inputs, leaf, self.scale, source), batch.target)
-            if not loss.requires_grad:
-                raise zero_curvature(self)
+            require_influence(self, loss.requires_grad)
             return torch.autograd.grad(loss, leaf)[0]
 
     def _lost(self, data: Iterable[Any], source: torch.Generator, *, progress: bool) -> float:

@@ -28,7 +28,7 @@ from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.public import Summary, describe_groups, positive, zero_curvature
+from laplace_plus.posteriors.public import Summary, describe_groups, positive, require_influence
 from laplace_plus.posteriors.state import GaussianState, require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, pick
 from laplace_plus.structured import Factor, KroneckerBlock
@@ -104,8 +104,7 @@ class GaussianPosterior(Posterior):
                     fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
                     raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
             is_zero = is_zero and may_be_zero and block.is_zero()  # which may decompose it
-        if is_zero:
-            raise zero_curvature(self)
+        require_influence(self, not is_zero)
         return state
 
     def _added(

@@ -75,18 +75,13 @@ class KFAC(GaussianPosterior):
     ):
         checks.choice("weight_sharing", weight_sharing, ("expand", "reduce"))
         checks.choice("output_factor", output_factor, ("auto", "dense", "diagonal"))
-        if output_factor == "diagonal" and eigenvalue_corrected:
-            raise ConfigurationError(
-                "Corrected eigenvalues belong to a dense output factor.",
-                expected='output_factor="auto" or "dense" with eigenvalue_corrected=True',
-                got='"diagonal"',
-            )
         checks.count("dense_limit", dense_limit, 0)
         if factor_rank is not None:
             checks.count("factor_rank", factor_rank)
-            if eigenvalue_corrected:
-                what, got = "Eigenvalues are corrected in the basis of whole factors.", f"factor_rank={factor_rank}"
-                raise ConfigurationError(what, expected="factor_rank=None with eigenvalue_corrected=True", got=got)
+        if eigenvalue_corrected and (output_factor == "diagonal" or factor_rank is not None):
+            what, got = "Eigenvalues are corrected in the basis of whole, dense factors.", f"factor_rank={factor_rank}"
+            expected = 'output_factor="auto" or "dense" and factor_rank=None with eigenvalue_corrected=True'
+            raise ConfigurationError(what, expected=expected, got=f"output_factor={output_factor!r}, {got}")
         self.structure = KroneckerStructure(
             weight_sharing, eigenvalue_corrected, dense_limit, output_factor, factor_rank
         )

@@ -21,7 +21,7 @@ from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.posteriors.projection import NoiseState, ProjectedNoisePosterior
-from laplace_plus.posteriors.state import require_restartable, survey
+from laplace_plus.posteriors.state import survey
 from laplace_plus.tuning import MarginalLikelihood, Tuner, TuningResult, Validation
 from laplace_plus.tuning.base import require_only
 
@@ -108,7 +108,6 @@ class NullSpace(ProjectedNoisePosterior):
             ``"alternating"`` (the paper's sweeps), or ``lp.linalg.SVDProjection``, ``LSMRProjection`` or
             ``AlternatingProjection`` with options.
         n_samples: Number k of samples.
-        chunk_size: Number of vectors that are pushed through the network at a time.
         parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
     Example:
@@ -132,8 +131,7 @@ class NullSpace(ProjectedNoisePosterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> NoiseState:
-        require_restartable(data, WHY)
-        n_data, n_outputs, _ = survey(self, data)
+        n_data, n_outputs, _ = survey(self, data, WHY)
         noise = self._fit_noise(self.network, data, draw_seed(generator), progress=progress)
         return NoiseState(self.network.vector(), n_data, n_outputs, noise)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from laplace_plus import checks, kernels
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, JacobianOperator
 from laplace_plus.curvature.output_roots import OutputRoot, column_root, gradient_root
-from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import stage_generator
@@ -32,7 +31,7 @@ from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.predicting import SampleBased
-from laplace_plus.posteriors.public import zero_curvature
+from laplace_plus.posteriors.public import require_influence
 from laplace_plus.posteriors.state import State, of_state
 from laplace_plus.posteriors.storing import resolve_option
 
@@ -61,11 +60,8 @@ class NullSpaceRows:
     ``whole`` is the operator of all rows, ``[m, P]``. The data must keep the order of their batches.
     """
 
-    def __init__(
-        self, network: Network, likelihood: Likelihood, data: Iterable[Any], kind: Rows, *, chunk_size: int = CHUNK_SIZE
-    ):
-        self._network, self._likelihood, self._data = network, likelihood, data
-        self._kind, self._chunk_size = kind, chunk_size
+    def __init__(self, network: Network, likelihood: Likelihood, data: Iterable[Any], kind: Rows):
+        self._network, self._likelihood, self._data, self._kind = network, likelihood, data, kind
         self._scales = self._row_scales() if kind == "loss" else None
         self.n_ignored = 0 if self._scales is None else int((self._scales == 0).sum())
         self.whole = self._operator(data)
@@ -80,11 +76,10 @@ class NullSpaceRows:
 
     def _operator(self, data: Iterable[Any], first: int = 0) -> Operator:
         if self._kind == "logit":
-            return JacobianOperator(self._network, data, chunk_size=self._chunk_size)
+            return JacobianOperator(self._network, data)
         if self._scales is None:
-            return GGNOperator(self._network, self._likelihood, data, chunk_size=self._chunk_size).root()
-        losses = FisherOperator(self._network, self._likelihood, data, kind="empirical", chunk_size=self._chunk_size)
-        rows = losses.root()
+            return GGNOperator(self._network, self._likelihood, data).root()
+        rows = FisherOperator(self._network, self._likelihood, data, kind="empirical").root()
         return Diagonal(self._scales[first : first + rows.shape[0]]) @ rows
 
     def _row_scales(self) -> Tensor:
@@ -331,10 +326,9 @@ class ProjectedNoisePosterior(SampleBased, Posterior):
         rows: Rows = "logit",
         projector: str | ProjectionMethod | dict[str, Any] = "auto",
         n_samples: int = 30,
-        chunk_size: int = 16,
         **common: Any,
     ):
-        self.n_samples, self.chunk_size = checks.count("n_samples", n_samples), checks.count("chunk_size", chunk_size)
+        self.n_samples = checks.count("n_samples", n_samples)
         self.projector = resolve_option("projector", projector, PROJECTORS)
         self.rows: Rows = checks.choice("rows", rows, ("logit", "ggn", "loss"))
         super().__init__(model, likelihood, **common)
@@ -347,12 +341,11 @@ class ProjectedNoisePosterior(SampleBased, Posterior):
 
     def _fit_noise(self, center: Network, data: Iterable[Any], seed: int, *, progress: bool) -> ProjectedNoise:
         """Noise for the rows at a network's weights."""
-        rows = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
+        rows = NullSpaceRows(center, self.likelihood, data, self.rows)
         options: dict[str, Any] = {"keep_range": self.keeps_range, "progress": progress}
         noise = project_noise(rows, self.projector, self.n_samples, seed, **options)
         report = noise.report
-        if not float(report.rank.value) > 0:
-            raise zero_curvature(self)
+        require_influence(self, report.rank.value > 0)
         if not bool(report.converged.all()):
             what = f"{int((~report.converged).sum())} of {self.n_samples} projections did not meet their tolerance; the"
             what += f" largest residual is {float(report.residual.max()):.2g}. Allow more iterations, raise the"

@@ -86,15 +86,17 @@ def describe_groups(posterior: Any) -> str:
     return f"prior precisions of {groups.name}: {', '.join(each)}"
 
 
-def zero_curvature(posterior: Any) -> SelectionError:
-    """The error where the data say nothing at all about a posterior's parameters."""
+def require_influence(posterior: Any, found: Any) -> None:
+    """Raise :class:`SelectionError` unless the data say something about a posterior's parameters."""
+    if found:
+        return
     names = posterior.parameter_names
     what = f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}."
     expected = "parameters that the outputs depend on, and some target that is not ignored"
     got = f"{len(names)} parameters without influence on the likelihood of the data"
     fix = "Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
     fix += "never active, detached or rounded outputs, and logits so large that each probability is exactly 0 or 1."
-    return SelectionError(what, expected=expected, got=got, fix=fix)
+    raise SelectionError(what, expected=expected, got=got, fix=fix)
 
 
 def require_one_noise(posterior: Any) -> None:

@@ -168,7 +168,6 @@ class Riemannian(Posterior):
         method: ``"exponential"``, ``"diffusion"``, or :class:`ExponentialMap`/:class:`~laplace_plus.Diffusion` with
             options.
         n_samples: Number of samples to draw.
-        chunk_size: Number of parameter vectors that are pushed through the network at a time.
         **common: As for :class:`Posterior`; not with a fitted tangent, which has its own.
 
     Raises:
@@ -194,11 +193,9 @@ class Riemannian(Posterior):
         tangent_options: dict[str, Any] | None = None,
         method: Any = "exponential",
         n_samples: int = 50,
-        chunk_size: int = CHUNK_SIZE,
         **common: Any,
     ):
         self.n_samples = checks.count("n_samples", n_samples)
-        self.chunk_size = checks.count("chunk_size", chunk_size)
         self.method = resolve_option("method", method, METHODS)
         known = get_posterior(tangent) if isinstance(tangent, str) else tangent
         kind = known if isinstance(known, type) else type(known)
@@ -312,7 +309,6 @@ class Riemannian(Posterior):
             prior_mean=self._prior_mean,
             temperature=self._temperature,
             linearized=self._linearized,
-            chunk_size=self.chunk_size,
         )
         now = landscape.n_data, landscape.checksum
         require_same_data("the tangent's fit", (self.n_data, self.state.data_sum), now)
@@ -401,7 +397,7 @@ class Riemannian(Posterior):
         x = self.network.receive(x)
         order = self._order(len(points), min(n, len(points)), generator).to(points.device)
         line = Linearization(self.network, self.mean, x) if self._linearized else None
-        for some in order.split(self.chunk_size):
+        for some in order.split(CHUNK_SIZE):
             if line is None:
                 yield from self.network.several(x, points[some])
             else:

@@ -13,7 +13,7 @@ from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.doubts import Doubts
 from laplace_plus.network.data_sums import DataSums, same_sum
 from laplace_plus.persistence import stored
-from laplace_plus.posteriors.public import zero_curvature
+from laplace_plus.posteriors.public import require_influence
 
 
 @stored
@@ -126,8 +126,12 @@ def require_same_data(of: str, before: tuple[int, float | None], now: tuple[int,
         raise DataError(what, expected=expected, got=f"{now[0]} others" if others else f"{now[0]} examples")
 
 
-def survey(posterior: Any, data: Iterable[Any]) -> tuple[int, int, float]:
-    """Number of examples, of outputs, and a sum by which the data are known again; SelectionError without a target."""
+def survey(posterior: Any, data: Iterable[Any], why: str) -> tuple[int, int, float]:
+    """Number of examples, of outputs, and a sum by which the data are known again, of data that are passed over again.
+
+    DataError, with the sentence ``why``, for an iterator; SelectionError without a target that counts.
+    """
+    require_restartable(data, why)
     sums, n_outputs, counts = DataSums(posterior.network.device), 0, False
     doubts = Doubts(posterior.likelihood)
     for batch in posterior.batches(data):
@@ -137,7 +141,6 @@ def survey(posterior: Any, data: Iterable[Any]) -> tuple[int, int, float]:
         sums.add(batch, len(outputs))
         counts = counts or bool(posterior.likelihood.rows(outputs, batch.target)[2].any())
         n_outputs = outputs.shape[-1]
-    if not counts:
-        raise zero_curvature(posterior)
+    require_influence(posterior, counts)
     doubts.settle()
     return sums.count, n_outputs, sums.values()[0]

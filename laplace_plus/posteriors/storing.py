@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from laplace_plus import checks
 from laplace_plus.curvature import Curvature, backend_class, backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError, unknown_option
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
@@ -49,12 +50,12 @@ def register(name: str, cls: type[Any]) -> None:
         ConfigurationError: The name is no string or belongs to another class already, or ``cls`` is not a posterior
             class.
     """
-    if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
-        what = f"What is registered as {name!r} is not a posterior class."
+    is_one = isinstance(cls, type) and all(callable(getattr(cls, method, None)) for method in METHODS)
+    if not is_one or not isinstance(name, str) or not name or _registered.setdefault(name, cls) is not cls:
+        what = f"{cls!r} cannot be registered as {name!r}."
+        expected = f"a class with {', '.join(METHODS)}, and a str that is not the name of another"
         fix = "Derive the class from laplace_plus.Posterior, and register the class itself, not an instance."
-        raise ConfigurationError(what, expected=f"a class with {', '.join(METHODS)}", got=repr(cls), fix=fix)
-    if not isinstance(name, str) or not name or _registered.setdefault(name, cls) is not cls:
-        raise ConfigurationError(f"The name {name!r} is taken, or is none.", expected="a new name, a non-empty str")
+        raise ConfigurationError(what, expected=expected, got=f"{cls!r} and {name!r}", fix=fix)
 
 
 def get_posterior(name: str) -> type[Any]:
@@ -62,11 +63,8 @@ def get_posterior(name: str) -> type[Any]:
     points = {point.name: point for point in entry_points(group=ENTRY_POINTS)} if name not in _registered else {}
     if name in points:
         register(name, points[name].load())
-    if name not in _registered:
-        what = f"No posterior is called {name!r}."
-        fix = "Register it with laplace_plus.register(name, cls), or install the package that brings it."
-        raise ConfigurationError(what, expected=", ".join(sorted({*_registered, *points})), got=repr(name), fix=fix)
-    return _registered[name]
+    fix = "Register it with laplace_plus.register(name, cls), or install the package that brings it."
+    return _registered[checks.choice("posterior", name, sorted({*_registered, *points}), fix)]
 
 
 def name_of(cls: type[Any]) -> str:
@@ -84,14 +82,10 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> 
 
     ConfigurationError for another name, or options that the class does not have.
     """
-    for cls in known.values():
-        if isinstance(value, cls):
-            return value
+    if isinstance(value, tuple(known.values())):
+        return value  # type: ignore[no-any-return]
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
-    name = options.pop("name", None)
-    if not isinstance(name, str) or name not in known:
-        classes = ", ".join(cls.__name__ for cls in known.values() if cls is not type(None))
-        raise ConfigurationError(f"Unknown {what}.", expected=f"{', '.join(known)}, or {classes}", got=repr(value))
+    name = checks.choice(what, options.pop("name", None), known)
     own = {} if known[name] is type(None) else signature(known[name]).parameters
     for option in options.keys() - own.keys():
         raise unknown_option(f"The {what} {name!r}", str(option), own)

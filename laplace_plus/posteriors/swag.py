@@ -35,7 +35,7 @@ from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import refine
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.state import State, require_restartable, survey
+from laplace_plus.posteriors.state import State, survey
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
@@ -245,9 +245,7 @@ class SWAG(Posterior):
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> SWAGState:
         path, norms = self._collected, self._norms(self.network.model)
-        if path is None or norms:
-            require_restartable(data, "SWAG passes over the data several times.")
-        n_data, n_outputs, _ = survey(self, data)
+        n_data, n_outputs, _ = survey(self, data, "SWAG passes over the data several times.")
         if path is None:
             options: Any = {"rank": self.rank, "progress": progress, "generator": generator}
             path = self._training.follow(self.network, self.likelihood, data, **options)

@@ -26,7 +26,7 @@ from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import Selection, adapter_pairs
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
+from laplace_plus.posteriors.state import State, of_state, survey
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""
@@ -135,8 +135,7 @@ class TrainingFreeLoRA(Posterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> AdapterNoise:
-        require_restartable(data, "The search for the scale passes over the anchors again and again.")
-        n_data, n_outputs, _ = survey(self, data)
+        n_data, n_outputs, _ = survey(self, data, "The search for the scale passes over the anchors again and again.")
         maps, mean = self._maps(), self.network.vector()
         noise = self._noise(maps, self.n_samples, torch.Generator().manual_seed(draw_seed(generator)))
         network = self._score(data, mean[None], "the network", progress)

@@ -104,7 +104,7 @@ def test_linearized_on_a_linear_model_is_the_same():
 def test_linearized_predicts_with_the_tangent():
     net, data = problem()
     method = lp.ExponentialMap(linearized=True, **ROUGH)
-    posterior = lp.Riemannian(net, "classification", method=method, n_samples=4, chunk_size=3).fit(data)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=4).fit(data)
     x = data[0][0][:3]
     shifts = torch.stack([jvp(posterior.network, x, point - posterior.mean) for point in posterior.samples])
     expected = (posterior.network.forward(x) + shifts).softmax(-1).mean(0)

@@ -252,7 +252,7 @@ def trainer(net, data, **options):
     network = Network(net, "all", likelihood.arrange)
     bound = ELBO(likelihood, data, "sampled", torch.zeros((), dtype=D), 1.0, 6, network.device)
     own = lp.ELBOTraining(**options)
-    training = MeanTraining(bound, network, rows="logit", projector=LSMRProjection(), chunk_size=16, options=own)
+    training = MeanTraining(bound, network, rows="logit", projector=LSMRProjection(), options=own)
     return training, network, network.vector(), torch.tensor([0.3, -1.0], dtype=D, requires_grad=True)
 
 

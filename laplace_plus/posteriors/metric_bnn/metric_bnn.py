@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from laplace_plus import checks, kernels
 from laplace_plus._progress import progress_bar
-from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.geometry import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator
@@ -33,8 +32,8 @@ from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport, Latents, train
-from laplace_plus.posteriors.public import zero_curvature
-from laplace_plus.posteriors.state import State, of_state, require_restartable, survey
+from laplace_plus.posteriors.public import require_influence
+from laplace_plus.posteriors.state import State, of_state, survey
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning import Tuner, Validation
 
@@ -277,7 +276,6 @@ class MetricBNN(Posterior):
             of up to 10,000, else 1024.
         latent: The autoencoder's options, a :class:`LatentModel` or a dictionary of them.
         sampling: ``"latent"``; or ``"exploration"`` or ``"gaussian"``, for which no autoencoder is trained.
-        chunk_size: Number of particles that are pushed through the network at a time.
         **common: As for :class:`Posterior`.
 
     Raises:
@@ -316,7 +314,6 @@ class MetricBNN(Posterior):
         minibatch: int | Literal["auto"] | None = "auto",
         latent: LatentModel | dict[str, Any] | None = None,
         sampling: Sampling = "latent",
-        chunk_size: int = CHUNK_SIZE,
         **common: Any,
     ):
         self.walk = Walk(n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch)
@@ -325,7 +322,6 @@ class MetricBNN(Posterior):
         self.weight_decay = weight_decay
         self.latent = latent if isinstance(latent, LatentModel) else LatentModel(**(latent or {}))
         self.sampling: Sampling = checks.choice("sampling", sampling, ("latent", "exploration", "gaussian"))
-        self.chunk_size = checks.count("chunk_size", chunk_size)
         super().__init__(model, likelihood, **common)
 
     # -- the fit -------------------------------------------------------------------------------------------------------
@@ -334,12 +330,10 @@ class MetricBNN(Posterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> Exploration:
-        require_restartable(data, "Particles are refined by many passes over the data.")
-        n_data, n_outputs, _ = survey(self, data)
+        n_data, n_outputs, _ = survey(self, data, "Particles are refined by many passes over the data.")
         seed, walk, vector = draw_seed(generator), self.walk, self.network.vector()
         slopes = (loss_gradient(self.network, self.likelihood, batch, vector)[0] for batch in self.batches(data))
-        if not any(bool(slope.any()) for slope in slopes):
-            raise zero_curvature(self)
+        require_influence(self, any(bool(slope.any()) for slope in slopes))
         if self.weight_decay is not None:
             self._prior_precision = as_hyperparameter(self.weight_decay * n_data)
         prior = self._prior_precision
@@ -350,7 +344,6 @@ class MetricBNN(Posterior):
             prior_precision=prior if prior.numel() == 1 else self.prior().vector(),
             prior_mean=self._prior_mean,
             temperature=self._temperature,
-            chunk_size=min(self.chunk_size, walk.n_particles),
         )
         directions = draw_directions(walk.n_particles, vector, seed)
         deviations, report = explore(landscape, directions, walk, seed=seed, progress=progress)

@@ -39,7 +39,7 @@ from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.predicting import SampleBased
-from laplace_plus.posteriors.public import require_one_noise, zero_curvature
+from laplace_plus.posteriors.public import require_influence, require_one_noise
 from laplace_plus.posteriors.sampled.systems import (
     SOLVERS,
     Draws,
@@ -405,8 +405,7 @@ class SampledLaplace(SampleBased, Posterior):
         prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)
         draws = Draws(prior, own.pulled_noise(k, generator))
         checks.finite("The sum of the data's gradients", draws.data, "Look for NaN and infinities in the data.")
-        if not bool(draws.data.any()):
-            raise zero_curvature(self)
+        require_influence(self, draws.data.any())
         solution = self._solution(self._solved(problem, draws, None, progress=progress))
         return SampledState(self.network.vector(), own.n_data, own.n_classes, draws, own.data_sum, **solution)
 

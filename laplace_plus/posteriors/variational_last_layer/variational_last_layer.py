@@ -27,7 +27,7 @@ from laplace_plus.network.selection import Selection, layer_of, tied_names, uses
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import MANY_LEVELS
-from laplace_plus.posteriors.public import zero_curvature
+from laplace_plus.posteriors.public import require_influence
 from laplace_plus.posteriors.state import State, require_same_data
 from laplace_plus.posteriors.variational_last_layer.bounds import (
     Bound,
@@ -168,8 +168,7 @@ class VariationalLastLayer(Posterior):
                 targets.append(y)
                 shares.append(share)
             total = [*map(add, total, new)] if total else new
-        if not count:
-            raise zero_curvature(self)
+        require_influence(self, count)
         doubts.settle()
         state = LastLayer(self.network.vector(), seen.count, len(index), index, seen.values()[0])
         if self.likelihood.is_gaussian:

@@ -264,7 +264,6 @@ class MeanTraining:
     network: Network
     rows: Rows
     projector: ProjectionMethod
-    chunk_size: int
     options: ELBOTraining
 
     def run(self, logs: Tensor, seed: int, *, progress: bool) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
@@ -288,7 +287,7 @@ class MeanTraining:
         """Noise projected onto the null space of all rows."""
         noise = normal_like(theta.expand(N_PROJECTED, -1), source)
         center = MovedNetwork(self.network, theta)
-        rows = NullSpaceRows(center, self.elbo.likelihood, self.elbo.data, self.rows, chunk_size=self.chunk_size)
+        rows = NullSpaceRows(center, self.elbo.likelihood, self.elbo.data, self.rows)
         projector = self.projector.prepare(rows.whole, rows.by_batch)
         null_space = projector.project(noise).value
         squares = vector_norm(noise - null_space).double().square()

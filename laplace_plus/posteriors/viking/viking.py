@@ -22,7 +22,7 @@ from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.network import Network, full_precision
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection import NoiseState, ProjectedNoisePosterior, Rows
-from laplace_plus.posteriors.state import of_state, require_restartable, require_same_data, survey
+from laplace_plus.posteriors.state import of_state, require_same_data, survey
 from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, ELBOTraining, Expectation, MeanTraining
 from laplace_plus.tuning import Tuner, TuningResult
@@ -77,7 +77,6 @@ class VIKING(ProjectedNoisePosterior):
             network (by default post hoc) or of ``"sampled"`` networks (in training).
         image_std: Where σ_im starts. α starts at ``prior_precision``, and in a second fit where it is.
         n_samples: Number k of noise vectors that are projected and stored.
-        chunk_size: Number of vectors that are pushed through the network at a time.
         parameters, prior_precision, prior_mean, temperature, backend: As for :class:`Posterior`.
 
     Example:
@@ -105,7 +104,6 @@ class VIKING(ProjectedNoisePosterior):
         expectation: Expectation | None = None,
         image_std: float = 0.1,
         n_samples: int = 30,
-        chunk_size: int = 16,
         **common: Any,
     ):
         if isinstance(mode, dict):
@@ -115,7 +113,7 @@ class VIKING(ProjectedNoisePosterior):
         self.expectation = checks.choice("expectation", expectation or default, ("linearized", "sampled"))
         self.default_method = self.expectation  # type: ignore[misc]
         self._first_image_std = checks.positive("image_std", image_std)
-        own: Any = {"projector": projector, "n_samples": n_samples, "chunk_size": chunk_size}
+        own: Any = {"projector": projector, "n_samples": n_samples}
         own["rows"] = rows or ("logit" if resolve_likelihood(likelihood).is_gaussian else "loss")
         super().__init__(model, likelihood, **own, **common)
 
@@ -123,8 +121,7 @@ class VIKING(ProjectedNoisePosterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> VIKINGState:
-        require_restartable(data, WHY)
-        n_data, n_outputs, data_sum = survey(self, data)
+        n_data, n_outputs, data_sum = survey(self, data, WHY)
         seed, center = draw_seed(generator), self.network
         history: list[ELBOTerms] = []
         logs = self._logs(self._first_image_std)
@@ -132,7 +129,7 @@ class VIKING(ProjectedNoisePosterior):
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
             warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
-            training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
+            training = MeanTraining(elbo, center, self.rows, self.projector, self.training)
             theta, logs, history = training.run(logs, seed, progress=progress)
             center = MovedNetwork(self.network, theta)
         self.squared_distance(center.vector())  # at zero the bound has no optimum
@@ -149,7 +146,7 @@ class VIKING(ProjectedNoisePosterior):
 
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
         again = self.training_data.again(data, WHY)
-        n_data, _, data_sum = survey(self, again)
+        n_data, _, data_sum = survey(self, again, WHY)
         require_same_data("the fit", (self.n_data, self.state.data_sum), (n_data, data_sum))
         return BoundAtMean(self._elbo(again, n_data), self._center, self.noise, self.n_outputs)
 
