@@ -12,8 +12,9 @@ from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
 from laplace_plus.posteriors.null_space import LineSearch, NullSpace
 from laplace_plus.posteriors.public import Summary
 from laplace_plus.posteriors.riemannian import ExponentialMap, Riemannian
-from laplace_plus.posteriors.sampled.sampled_laplace import SampledEvidence, SampledLaplace
+from laplace_plus.posteriors.sampled.sampled_laplace import SampledLaplace
 from laplace_plus.posteriors.sampled.systems import CGSolver, SGDSolver
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.state import GaussianState, State
 from laplace_plus.posteriors.storing import get_posterior, load, load_state_dict, register, state_dict
 from laplace_plus.posteriors.subnetwork import LargestMagnitude, LargestVariance, Random, Selector, Subnetwork

@@ -79,7 +79,7 @@ class KFAC(GaussianPosterior):
         if factor_rank is not None:
             checks.count("factor_rank", factor_rank)
         if eigenvalue_corrected and (output_factor == "diagonal" or factor_rank is not None):
-            what, got = "Eigenvalues are corrected in the basis of whole, dense factors.", f"factor_rank={factor_rank}"
+            what, got = "Eigenvalues are corrected in the basis of whole factors.", f"factor_rank={factor_rank}"
             expected = 'output_factor="auto" or "dense" and factor_rank=None with eigenvalue_corrected=True'
             raise ConfigurationError(what, expected=expected, got=f"output_factor={output_factor!r}, {got}")
         self.structure = KroneckerStructure(

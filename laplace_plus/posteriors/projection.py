@@ -19,9 +19,8 @@ from laplace_plus.curvature.operators import FisherOperator, GGNOperator, Jacobi
 from laplace_plus.curvature.output_roots import OutputRoot, column_root, gradient_root
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.sampling import stage_generator
+from laplace_plus.likelihoods.sampling import stage_generator, standard_normal
 from laplace_plus.linalg import Diagonal, Estimate, Operator
-from laplace_plus.linalg.estimates import draw_probes
 from laplace_plus.linalg.lsmr import LeastSquaresSolution
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod, project_null_space
 from laplace_plus.network.batches import Batch, iterate
@@ -259,7 +258,8 @@ def project_noise(
     found, squares = [], []
     for start in range(0, count, _TOGETHER):
         part = slice(start, start + _TOGETHER)
-        noise = normal_like(null_space[part], stage_generator(seed, start))
+        like = null_space[part]
+        noise = standard_normal(like.shape, like=like, generator=stage_generator(seed, start))
         found.append(projector.project(noise, progress=progress))
         null_space[part] = found[-1].value
         noise -= found[-1].value
@@ -271,11 +271,6 @@ def project_noise(
     )
     rank = range_dimension(null_space, torch.cat(squares), projector.rank, converged=bool(converged.all()))
     return ProjectedNoise(null_space, in_range, NoiseReport(residual, iterations, converged, rank, rows.n_ignored))
-
-
-def normal_like(vectors: Tensor, source: torch.Generator) -> Tensor:
-    """Standard normal numbers for ``vectors [k, P]``."""
-    return draw_probes("gaussian", *vectors.shape, generator=source, dtype=vectors.dtype, device=vectors.device)
 
 
 def range_dimension(

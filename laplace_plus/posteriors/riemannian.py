@@ -26,15 +26,14 @@ from laplace_plus.geometry import Diffusion, LossLandscape, NoiseField, PathStat
 from laplace_plus.geometry.geodesic import check_settings, failures
 from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
-from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg import draw_probes
+from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network.linearization import Linearization
 from laplace_plus.network.network import full_precision
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.state import State, require_restartable, require_same_data, survey
+from laplace_plus.posteriors.state import State, require_same_data, survey
 from laplace_plus.posteriors.storing import get_posterior, name_of, resolve_option
 from laplace_plus.tuning import Tuner, TuningResult, laplace
 
@@ -242,12 +241,11 @@ class Riemannian(Posterior):
     def fit_batches(
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> RiemannianState:
-        require_restartable(data, WHY)
+        n_data, _, data_sum = survey(self, data, WHY)
         tangent = self.tangent  # of a copy of the posterior
         if not self._linearized:
             advice = "Prefer smooth activations such as tanh or GELU, or lp.ExponentialMap(linearized=True)."
             warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
-        n_data, _, data_sum = survey(self, data)
         if self._given:
             known = getattr(tangent.state, "data_sum", None)
             require_same_data("the tangent's fit", (tangent.n_data, known), (n_data, data_sum))
@@ -465,8 +463,7 @@ def _by_diffusion(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """End, status, and number of curvatures."""
     generator = torch.Generator().manual_seed(seed)
-    size = method.n_steps, len(start)
-    noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
+    noise = standard_normal((method.n_steps, len(start)), like=start, generator=generator)
     field = NoiseField(landscape, method, generator=generator)
     found = diffuse(field, start, noise[None], scheme=method.scheme)
     steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))

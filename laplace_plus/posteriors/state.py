@@ -126,12 +126,13 @@ def require_same_data(of: str, before: tuple[int, float | None], now: tuple[int,
         raise DataError(what, expected=expected, got=f"{now[0]} others" if others else f"{now[0]} examples")
 
 
-def survey(posterior: Any, data: Iterable[Any], why: str) -> tuple[int, int, float]:
-    """Number of examples, of outputs, and a sum by which the data are known again, of data that are passed over again.
+def survey(posterior: Any, data: Iterable[Any], why: str | None) -> tuple[int, int, float]:
+    """Number of examples, of outputs, and a sum by which the data are known again; SelectionError without a target.
 
-    DataError, with the sentence ``why``, for an iterator; SelectionError without a target that counts.
+    DataError, with the sentence ``why``, for an iterator, unless that is None: the data are not passed over again.
     """
-    require_restartable(data, why)
+    if why is not None:
+        require_restartable(data, why)
     sums, n_outputs, counts = DataSums(posterior.network.device), 0, False
     doubts = Doubts(posterior.likelihood)
     for batch in posterior.batches(data):

@@ -9,7 +9,7 @@ from dataclasses import is_dataclass, replace
 from importlib.metadata import entry_points
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ ENTRY_POINTS = "laplace_plus.posteriors"
 METHODS = ("fit", "predictive", "sample")
 """What tells a posterior class from others: ``Posterior`` itself is defined above this module."""
 
-Option = TypeVar("Option")
 _registered: dict[str, type[Any]] = {}
 
 
@@ -77,13 +76,13 @@ def name_of(cls: type[Any]) -> str:
     return names[0]
 
 
-def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:
+def resolve_option(what: str, value: Any, known: Mapping[str, type[Any]]) -> Any:
     """One of the known classes: from its name, from a mapping with ``"name"`` and its options, or as it is.
 
     ConfigurationError for another name, or options that the class does not have.
     """
     if isinstance(value, tuple(known.values())):
-        return value  # type: ignore[no-any-return]
+        return value
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = checks.choice(what, options.pop("name", None), known)
     own = {} if known[name] is type(None) else signature(known[name]).parameters

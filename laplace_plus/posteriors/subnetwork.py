@@ -32,36 +32,7 @@ from laplace_plus.posteriors.swag import DiagonalSWAG
 # -- selectors ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a selector may look at.
-
-    Attributes:
-        candidates: A posterior over all candidate entries, not fitted: network, likelihood and hyperparameters.
-        data: The loader, which can be started again.
-        progress: Whether to show progress bars.
-        generator: Source of randomness.
-        reduce: The sum over ranks, if several share the data.
-    """
-
-    candidates: Posterior
-    data: Iterable[Any]
-    progress: bool = False
-    generator: torch.Generator | None = None
-    reduce: Any = None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a selector chose.
-
-    Attributes:
-        mask: ``[P]`` bool over the candidates' parameter vector.
-        variances: The marginal variances ``[P]`` that it looked at, if any.
-    """
-
-    mask: Tensor
-    variances: Tensor | None = None
+Choice = tuple[Tensor, Tensor | None]
 
 
 class Selector(ABC):
@@ -71,8 +42,17 @@ class Selector(ABC):
     """Whether it passes over the data."""
 
     @abstractmethod
-    def choose(self, task: Task) -> Choice:
-        """The mask of the chosen entries; ConfigurationError where there are not so many, SelectionError for none."""
+    def choose(self, candidates: Posterior, data: Iterable[Any], **options: Any) -> Choice:
+        """Which entries are chosen, ``[P]`` bool, and the marginal variances ``[P]`` that were looked at, or None.
+
+        Args:
+            candidates: A posterior over all candidate entries, not fitted: network, likelihood and hyperparameters.
+            data: The loader, which can be started again if ``needs_data``.
+            **options: ``progress``, ``generator`` and ``reduce``, as ``fit_batches`` has them.
+
+        Raises:
+            ConfigurationError: There are not so many entries.
+        """
 
 
 @dataclass(frozen=True)
@@ -129,13 +109,11 @@ class LargestVariance(_Sized):
             checks.choice("source of variances", self.variances, ("laplace",))
 
     @override
-    def choose(self, task: Task) -> Choice:
-        candidates = task.candidates
+    def choose(self, candidates: Posterior, data: Iterable[Any], **options: Any) -> Choice:
         self.count(candidates.n_parameters)  # before the work
         if isinstance(self.variances, DiagonalSWAG):
-            path = self.variances.follow(
-                candidates.network, candidates.likelihood, task.data, progress=task.progress, generator=task.generator
-            )
+            options.pop("reduce")
+            path = self.variances.follow(candidates.network, candidates.likelihood, data, **options)
             variances = path.variance.to(candidates.network.dtype)
         else:
             diagonal = get_posterior("Diagonal")(
@@ -146,10 +124,9 @@ class LargestVariance(_Sized):
                 temperature=candidates.temperature,
                 backend=candidates.backend,
             )
-            options = {"reduce": task.reduce, "progress": task.progress, "generator": task.generator}
-            diagonal.set_state(diagonal.fit_batches(task.data, **options))
+            diagonal.set_state(diagonal.fit_batches(data, **options))
             variances = diagonal.variance()
-        return Choice(self.largest(variances), variances)
+        return self.largest(variances), variances
 
 
 @stored
@@ -158,8 +135,8 @@ class LargestMagnitude(_Sized):
     """The entries of largest absolute value; ``size`` as for :class:`LargestVariance`."""
 
     @override
-    def choose(self, task: Task) -> Choice:
-        return Choice(self.largest(task.candidates.network.vector().abs()))
+    def choose(self, candidates: Posterior, data: Iterable[Any], **options: Any) -> Choice:
+        return self.largest(candidates.network.vector().abs()), None
 
 
 @stored
@@ -175,12 +152,11 @@ class Random(_Sized):
     seed: int | None = None
 
     @override
-    def choose(self, task: Task) -> Choice:
-        total = task.candidates.n_parameters
-        seed = draw_seed(task.generator) if self.seed is None else self.seed
+    def choose(self, candidates: Posterior, data: Iterable[Any], **options: Any) -> Choice:
+        total = candidates.n_parameters
+        seed = draw_seed(options["generator"]) if self.seed is None else self.seed
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        chosen = order[: self.count(total)]
-        return Choice(torch.zeros(total, dtype=torch.bool).index_fill_(0, chosen, True))
+        return torch.zeros(total, dtype=torch.bool).index_fill_(0, order[: self.count(total)], True), None
 
 
 @stored
@@ -191,13 +167,13 @@ class Chosen(Selector):
     selection: Selection = "all"
 
     @override
-    def choose(self, task: Task) -> Choice:
-        network = task.candidates.network
+    def choose(self, candidates: Posterior, data: Iterable[Any], **options: Any) -> Choice:
+        network = candidates.network
         chosen, parts = refine(select(network.model, self.selection)), []
         for item in network.selected:
             own = chosen.get(item.name, torch.zeros(item.shape, dtype=torch.bool)).flatten()
             parts.append(own if item.mask is None else own[item.mask.cpu()])
-        return Choice(torch.cat(parts))
+        return torch.cat(parts), None
 
 
 SELECTORS: Mapping[str, type[Selector]] = {
@@ -307,14 +283,13 @@ class Subnetwork(GaussianPosterior):
             UnsupportedError: The selector looked at no variances, or the choice was made before saving.
         """
         self.require_fit()
-        choice = self._choice
-        if choice is None or (variances is None and choice.variances is None):
+        mask, known = self._choice or (None, None)
+        known = known if variances is None else variances
+        if mask is None or known is None:
             what = "The marginal variances of the entries are not known."
             expected = "variances=lp.Diagonal(model, likelihood).fit(data).variance(), after fit()"
             raise UnsupportedError(what, expected=expected, got=f"none, from {self.selector!r}")
-        known = choice.variances if variances is None else variances
-        assert known is not None
-        return known[~choice.mask.to(known.device)].sum()
+        return known[~mask.to(known.device)].sum()
 
     @override
     def fit_batches(
@@ -329,22 +304,19 @@ class Subnetwork(GaussianPosterior):
         options: Any = {"progress": progress, "generator": generator, "reduce": reduce}
         if before is None:
             self._require_one_number()
-            self._choice = self._choose(data, **options)
+            self._choose(data, **options)
             self.options = {**self.options, "selector": self._storable()}
-            self.network = self._candidates.selecting(refine(self._candidates.selected, self._choice.mask))
         return super().fit_batches(data, before=before, **options)
 
-    def _choose(
-        self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None, reduce: Reduce | None
-    ) -> Choice:
+    def _choose(self, data: Iterable[Any], *, reduce: Reduce | None, **options: Any) -> None:
         candidates = copy.copy(self)
         candidates.network = network = self._candidates.selecting(self._candidates.selection)
         if self.selector.needs_data or candidates.is_last_layer:
             require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
         if candidates.is_last_layer:
             capture_batch(network, next(self.batches(data)))  # execution order tells the last layer
-        choice = self.selector.choose(Task(candidates, data, progress, generator, reduce))
+        mask, variances = self.selector.choose(candidates, data, reduce=reduce, **options)
         if reduce is not None:  # some selectors draw
-            choice = Choice(reduce(choice.mask, lambda mine, theirs: mine), choice.variances)
-        self._candidates = network
-        return choice
+            mask = reduce(mask, lambda mine, theirs: mine)
+        self._candidates, self._choice = network, (mask, variances)
+        self.network = network.selecting(refine(network.selected, mask))

@@ -245,7 +245,8 @@ class SWAG(Posterior):
         self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None
     ) -> SWAGState:
         path, norms = self._collected, self._norms(self.network.model)
-        n_data, n_outputs, _ = survey(self, data, "SWAG passes over the data several times.")
+        why = "SWAG passes over the data several times." if path is None or norms else None
+        n_data, n_outputs, _ = survey(self, data, why)
         if path is None:
             options: Any = {"rank": self.rank, "progress": progress, "generator": generator}
             path = self._training.follow(self.network, self.likelihood, data, **options)

@@ -16,7 +16,6 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg import cg, draw_probes
 from laplace_plus.network.network import Network
 from laplace_plus.posteriors.sampled import systems
-from laplace_plus.posteriors.sampled.sampled_laplace import mackay_step
 from laplace_plus.posteriors.sampled.systems import (
     SOLVERS,
     CGSolver,
@@ -27,6 +26,7 @@ from laplace_plus.posteriors.sampled.systems import (
     group_sums,
     largest_eigenvalue,
 )
+from laplace_plus.posteriors.sampled.tuning import mackay_step
 from laplace_plus.posteriors.storing import resolve_option
 from laplace_plus.tuning.marginal_likelihood import updated_noise
 

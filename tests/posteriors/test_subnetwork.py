@@ -15,7 +15,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.posteriors.subnetwork import Choice, Selector
+from laplace_plus.posteriors.subnetwork import Selector
 from laplace_plus.testing import GaussianConformance, assert_untouched, snapshot
 
 
@@ -171,8 +171,8 @@ def test_a_selector_of_ones_own(problem):
     net, data = problem
 
     class EveryOther(Selector):
-        def choose(self, task):
-            return Choice(torch.arange(task.candidates.n_parameters) % 2 == 0)
+        def choose(self, candidates, data, **options):
+            return torch.arange(candidates.n_parameters) % 2 == 0, None
 
     posterior = lp.Subnetwork(net, "classification", EveryOther(), lp.Diagonal).fit(data)
     total = sum(p.numel() for p in net.parameters())

@@ -273,7 +273,7 @@ def test_steps_have_the_gradient_of_the_bound(problem, image_std):
     weights = torch.randn(1, 8, generator=source.clone_state(), dtype=D)
     (batch,) = training.elbo.batches()
     terms = training.step(batch, theta, logs, noise, source)
-    xi = weights / weights.norm(dim=-1, keepdim=True) @ noise.whole
+    xi = weights / weights.norm(dim=-1, keepdim=True) @ noise[1]
 
     def bound(theta, logs):
         rows = dense_rows(network, [(x, y)], "logit", theta)

@@ -25,8 +25,7 @@ from laplace_plus import checks, kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.geometry import LossLandscape
-from laplace_plus.likelihoods.sampling import draw_seed, stage_generator
-from laplace_plus.linalg.estimates import draw_probes
+from laplace_plus.likelihoods.sampling import draw_seed, stage_generator, standard_normal
 from laplace_plus.network.gradients import loss_gradient
 from laplace_plus.network.network import full_precision
 from laplace_plus.persistence import stored
@@ -110,8 +109,7 @@ class ExplorationReport:
 
 def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
     """Uniformly distributed unit vectors ``[n, P]`` for a vector ``[P]`` of the same kind."""
-    source = stage_generator(seed, 0)
-    drawn = draw_probes("gaussian", n, len(like), generator=source, dtype=like.dtype, device=like.device)
+    drawn = standard_normal((n, len(like)), like=like, generator=stage_generator(seed, 0))
     return drawn / kernels.vector_norm(drawn)[:, None]
 
 
@@ -433,7 +431,6 @@ class MetricBNN(Posterior):
         if self.sampling == "exploration":
             chosen = torch.randint(len(points), (n,), generator=generator, device=device)
             return self.mean + points[chosen.to(points.device)]
-        drawn = draw_probes("gaussian", n, len(points), generator=generator, dtype=points.dtype, device=points.device)
-        weights = drawn / len(points) ** 0.5
+        weights = standard_normal((n, len(points)), like=points, generator=generator) / len(points) ** 0.5
         # Around the points' mean, which has the weight 1/m at each of them.
         return self.mean + (weights + (1 - weights.sum(1, keepdim=True)) / len(points)) @ points

@@ -181,10 +181,6 @@ class Solved:
     image: Tensor
     report: SamplingReport
 
-    def forms(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of groups by an index ``[P]``, ``[k, G]`` float64 each."""
-        return group_sums(self.u, self.image, index), group_sums(self.u, self.u, index)
-
 
 class PriorUnits(Operator):
     """``I + W``, of the system ``(I + W) u = b`` at a prior precision ``[P]`` and the weight ``1/(σ² T)`` of ``M₁``."""
@@ -205,13 +201,18 @@ class PriorUnits(Operator):
         result = (self.curvature if product is None else product)(u / self.root)
         return result.mul_(self.weight).div_(self.root)
 
-    def system(self, u: Tensor, product: Rows | None = None) -> Tensor:
-        """``(I + W) u``; arguments as for :meth:`image`."""
-        return self.image(u, product).add_(u)
-
     @override
     def _apply(self, vectors: Tensor) -> Tensor:
-        return self.system(vectors)
+        return self.image(vectors).add_(vectors)
+
+    def minibatches(self) -> Iterator[Rows]:
+        """Estimates of ``(I + W) u``, one from each minibatch."""
+        for product in self.curvature.minibatches():
+
+            def estimate(u: Tensor, product: Rows = product) -> Tensor:
+                return self.image(u, product).add_(u)
+
+            yield estimate
 
     def check(self, u: Tensor, draws: Draws, tolerance: float, iterations: int) -> Solved:
         """How near to the solution u is, from one product, and what it says."""
@@ -263,8 +264,6 @@ def _ratio(function_space: Tensor, weight_space: Tensor, size: Tensor) -> Tensor
 # -- solvers -----------------------------------------------------------------------------------------------------------
 
 
-Preconditioner = Literal["none", "nystrom"]
-
 _PROBED_BATCHES, _POWER_ITERATIONS = 4, 8
 """Batches, and power iterations on each, that decide on a learning rate. They find most of the largest eigenvalue, and
 :func:`learning_rate` adds a fifth."""
@@ -291,7 +290,7 @@ class CGSolver:
 
     tolerance: float = 0.01
     max_iterations: int = 500
-    preconditioner: Preconditioner = "none"
+    preconditioner: Literal["none", "nystrom"] = "none"
     rank: int = 50
 
     def __post_init__(self) -> None:
@@ -418,12 +417,8 @@ class TangentProblem:
             else:
                 n = solver.epochs or max(10, -(-1000 // curvature.n_batches))
                 rate = solver.learning_rate or learning_rate(system, draws)
-
-                def products() -> Iterator[Rows]:
-                    return (partial(system.system, product=product) for product in curvature.minibatches())
-
                 length: Any = {"epochs": n, "total": n * curvature.n_batches, "progress": progress}
-                u = descend(products, b, guess, rate=rate, **length)
+                u = descend(system.minibatches, b, guess, rate=rate, **length)
             return system.check(u, draws, self.largest_residual, n)
 
     def preconditioner(self, system: PriorUnits) -> Rows | None:
@@ -435,20 +430,15 @@ class TangentProblem:
         if not isinstance(self.solver, CGSolver) or self.solver.preconditioner == "none":
             return None
         if self._sketch is None:
-            self._sketch = self._sketched(self.solver.rank)
-        values, vectors = self._sketch
+            own: Any = {"dtype": self.curvature.dtype, "device": self.curvature.device, "parameters": ()}
+            own["generator"] = torch.Generator().manual_seed(0)  # changes the number of iterations, not their result
+            with exact_arithmetic(self.curvature.network), torch.no_grad():
+                found = nystrom(self.curvature, self.curvature.shape[0], self.solver.rank, **own)
+            positive = found.values > torch.finfo(found.values.dtype).eps * found.values.max()
+            self._sketch = found.values[positive].double(), found.vectors[positive]
+        values, vectors = self._sketch  # Λ [r] float64 and U [r, P]
         rows = vectors / system.root
         core = torch.diag(1 / (system.weight * values)) + (rows @ rows.mT).double()
         inverse = torch.linalg.inv(core).to(rows.dtype)
         inverse = (inverse + inverse.mT) / 2
         return lambda u: u - u @ rows.mT @ inverse @ rows
-
-    def _sketched(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Λ ``[r]`` float64 and U ``[r, P]``."""
-        curvature = self.curvature
-        source = torch.Generator().manual_seed(0)  # changes the number of iterations, not their result
-        own: Any = {"dtype": curvature.dtype, "device": curvature.device, "parameters": (), "generator": source}
-        with exact_arithmetic(curvature.network), torch.no_grad():
-            found = nystrom(curvature, curvature.shape[0], rank, **own)
-        positive = found.values > torch.finfo(found.values.dtype).eps * found.values.max()
-        return found.values[positive].double(), found.vectors[positive]

@@ -26,7 +26,7 @@ from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.sampling import stage_generator
+from laplace_plus.likelihoods.sampling import stage_generator, standard_normal
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network.batches import Batch, iterate
 from laplace_plus.network.network import Network
@@ -36,7 +36,6 @@ from laplace_plus.posteriors.projection import (
     NullSpaceRows,
     ProjectedNoise,
     Rows,
-    normal_like,
     range_dimension,
 )
 from laplace_plus.predictive.linearized import pushed
@@ -238,13 +237,8 @@ class ELBOTraining:
         checks.positive("learning_rate", self.learning_rate)
 
 
-@dataclass(frozen=True)
-class EpochNoise:
-    """Normal vectors ``[m, P]``: what is left of them in the null space, and whole; and the range's dimension."""
-
-    null_space: Tensor
-    whole: Tensor
-    rank: float
+EpochNoise = tuple[Tensor, Tensor, float]
+"""Normal vectors ``[m, P]``: what is left of them in the null space, and whole; and the range's dimension."""
 
 
 @dataclass(frozen=True)
@@ -285,20 +279,21 @@ class MeanTraining:
 
     def epoch_noise(self, theta: Tensor, source: torch.Generator) -> EpochNoise:
         """Noise projected onto the null space of all rows."""
-        noise = normal_like(theta.expand(N_PROJECTED, -1), source)
+        noise = standard_normal((N_PROJECTED, len(theta)), like=theta, generator=source)
         center = MovedNetwork(self.network, theta)
         rows = NullSpaceRows(center, self.elbo.likelihood, self.elbo.data, self.rows)
         projector = self.projector.prepare(rows.whole, rows.by_batch)
         null_space = projector.project(noise).value
         squares = vector_norm(noise - null_space).double().square()
-        return EpochNoise(null_space, noise, float(range_dimension(null_space, squares, projector.rank).value))
+        return null_space, noise, float(range_dimension(null_space, squares, projector.rank).value)
 
     def step(self, batch: Batch, theta: Tensor, logs: Tensor, noise: EpochNoise, source: torch.Generator) -> ELBOTerms:
         """The terms of the bound estimated from a batch; sets the gradients of what requires them."""
         elbo, rows = self.elbo, BatchRows(self.network, self.elbo.likelihood, batch, self.rows, theta)
-        weights = normal_like(noise.null_space[None, :, 0], source)
+        before, whole, rank = noise
+        weights = standard_normal((1, len(whole)), like=whole, generator=source)
         weights = weights / weights.norm()  # unit combinations of normal vectors are normal
-        before, whole = weights @ noise.null_space, weights @ noise.whole
+        before, whole = weights @ before, weights @ whole
         if theta.requires_grad:
             value, through = rows.project(torch.cat([before, whole])).value.chunk(2)
             # The derivative of P also moves noise of the range, which ``before`` lacks, into the null space.
@@ -311,7 +306,7 @@ class MeanTraining:
         else:
             outputs = of_networks(self.network, batch.inputs, theta, moves)
         nll = elbo.expected_nll(outputs, batch.target)
-        objective, terms = elbo.objective(nll, batch.size, theta, noise.rank, logs)
+        objective, terms = elbo.objective(nll, batch.size, theta, rank, logs)
         learnt = [x for x in (theta, logs) if x.requires_grad]
         for tensor, gradient in zip(learnt, torch.autograd.grad(objective, learnt), strict=True):
             tensor.grad = gradient
