@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import ConfigurationError, NonFiniteError, unknown_option
 
 PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
 """Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
@@ -70,6 +70,14 @@ def choice(name: str, value: Any, options: Iterable[Any], fix: str | None = None
         expected = ", ".join(map(repr, options))
         raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value), fix=fix)
     return value
+
+
+def options(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise :class:`ConfigurationError` for an option that is not known; it says what is nearest."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise unknown_option(owner, str(name), known)
 
 
 def generator(value: Any) -> torch.Generator | None:

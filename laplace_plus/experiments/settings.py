@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, unknown_option
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.storing import get_posterior, register
 
@@ -223,8 +223,7 @@ def check_options(what: str, keywords: Mapping[str, Any], function: Callable[...
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in given.split()]
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        for unknown in keywords.keys() - {*known}:
-            raise unknown_option(what, unknown, known)
+        checks.options(what, keywords, known)
 
 
 def load_object(name: str) -> Any:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError, unknown_option
+from laplace_plus import checks
+from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
 from laplace_plus.priors import as_hyperparameter
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -28,9 +29,7 @@ def recording(constructor: M, common: Callable[..., Any]) -> M:
 
     @wraps(constructor)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
-        for name in keywords:
-            if name not in taken and name not in shared:
-                raise unknown_option(type(self).__name__, name, [*own, *[*shared][3:]])
+        checks.options(type(self).__name__, keywords.keys() - taken.keys(), [*own, *[*shared][3:]])
         if "options" not in vars(self):  # of the class itself
             bound = signature(constructor).bind(self, *args, **keywords)
             bound.apply_defaults()

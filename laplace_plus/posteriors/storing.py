@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laplace_plus import checks
 from laplace_plus.curvature import Curvature, backend_class, backend_from_config
-from laplace_plus.errors import CheckpointError, ConfigurationError, unknown_option
+from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
 from laplace_plus.network.selection import refine
 from laplace_plus.network.shadow import unwrap
@@ -86,8 +86,7 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Any]]) -> Any
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = checks.choice(what, options.pop("name", None), known)
     own = {} if known[name] is type(None) else signature(known[name]).parameters
-    for option in options.keys() - own.keys():
-        raise unknown_option(f"The {what} {name!r}", str(option), own)
+    checks.options(f"The {what} {name!r}", options, own)
     return known[name](**options)
 
 

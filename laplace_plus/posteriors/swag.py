@@ -343,14 +343,3 @@ class SWAG(Posterior):
         """The variance of each parameter entry, ``[P]``."""
         self.require_fit()
         return self._variance() + self._deviations().square().sum(0)
-
-    @full_precision
-    def covariance_matrix(self) -> Tensor:
-        """The covariance written out, ``[P, P]``; only for small P."""
-        self.require_fit()
-        total, deviations = (
-            checks.zeros("The covariance", len(self.mean), len(self.mean), self.mean),
-            self._deviations(),
-        )
-        total.diagonal().add_(self._variance())
-        return total.addmm_(deviations.mT, deviations)

@@ -135,8 +135,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         raise unknown_option(owner, str(name), ("auto", *tuners), word="tuner (unknown method)")
     cls = tuners[name]
     own = [item.name for item in fields(cls)]
-    for option in given.keys() - set(own):
-        raise unknown_option(f"{cls.__name__}, the tuner {name!r} of {owner},", option, own)
+    checks.options(f"{cls.__name__}, the tuner {name!r} of {owner},", given, own)
     return cls(**given)
 
 

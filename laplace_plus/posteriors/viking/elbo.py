@@ -25,17 +25,14 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
-from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import stage_generator, standard_normal
-from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.network.batches import Batch, iterate
+from laplace_plus.network.batches import Batch
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection import (
     BatchRows,
     NullSpaceRows,
     ProjectedNoise,
-    Rows,
     range_dimension,
 )
 from laplace_plus.predictive.linearized import pushed
@@ -89,24 +86,21 @@ def prior_divergence(
 
 @dataclass(frozen=True)
 class ELBO:
-    """The bound for one data set and prior mean, as a function of ``logs = (log α, log σ_im)`` and the mean."""
+    """A VIKING's bound for one data set, as a function of ``logs = (log α, log σ_im)`` and the mean."""
 
-    likelihood: Likelihood
+    posterior: Any
     data: Iterable[Any]
-    expectation: Expectation
-    prior_mean: Tensor
-    temperature: float
     n_data: int
-    device: torch.device
 
     def batches(self) -> Iterable[Batch]:
         """One pass over the data."""
-        return iterate(self.data, device=self.device, progress=False, description="")
+        return self.posterior.batches(self.data)
 
     def expected_nll(self, outputs: Tensor, target: Any) -> Tensor:
         """The mean over samples' outputs ``[k, B, *, C]`` of a batch's negative log-likelihood, divided by T."""
-        statistics = torch.stack([self.likelihood.statistics(one, target) for one in outputs]).sum(0)
-        return -self.likelihood.log_likelihood(statistics) / (len(outputs) * self.temperature)
+        likelihood, temperature = self.posterior.likelihood, float(self.posterior.temperature.detach())
+        statistics = torch.stack([likelihood.statistics(one, target) for one in outputs]).sum(0)
+        return -likelihood.log_likelihood(statistics) / (len(outputs) * temperature)
 
     def objective(self, nll: Tensor, size: int, mean: Tensor, rank: float, logs: Tensor) -> tuple[Tensor, ELBOTerms]:
         """A batch's share of minus the bound, and the terms of the whole bound estimated from the batch.
@@ -114,7 +108,7 @@ class ELBO:
         A batch of B of the N examples carries B/N of the divergence. Raises NonFiniteError.
         """
         alpha, image_std = logs.exp()
-        distance = (mean - self.prior_mean.to(mean)).double().square().sum()
+        distance = (mean - self.posterior.prior_mean.to(mean)).double().square().sum()
         kl = prior_divergence(distance.to(logs.device), rank, alpha, image_std)
         share = size / self.n_data
         values = float(nll.detach()) / share, float(kl.detach()), float(alpha.detach()), float(image_std.detach())
@@ -190,7 +184,7 @@ class BoundAtMean:
 
     def _outputs(self, logs: Tensor) -> Iterator[tuple[Tensor, Any]]:
         """Each batch's outputs ``[k, B, *, C]`` under samples, and its targets."""
-        if self.elbo.expectation == "linearized":
+        if self.elbo.posterior.expectation == "linearized":
             for outputs, tangents, target in self._pushed:
                 yield mirrored(outputs, deviations(logs, *tangents.chunk(2))), target
             return
@@ -237,77 +231,72 @@ class ELBOTraining:
         checks.positive("learning_rate", self.learning_rate)
 
 
-EpochNoise = tuple[Tensor, Tensor, float]
-"""Normal vectors ``[m, P]``: what is left of them in the null space, and whole; and the range's dimension."""
+def trained_mean(elbo: ELBO, logs: Tensor, seed: int, *, progress: bool) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
+    """Train the mean from the network's weights with ``logs = (log α, log σ_im)``: both, and the terms of each step.
 
-
-@dataclass(frozen=True)
-class MeanTraining:
-    """Trains the mean, which starts at the network's weights, with both scales; the network itself does not change.
-
-    A step needs noise ε split into its components in the null space of *all* rows and in their range. At the start of
-    each epoch a few vectors ξ are projected precisely, and each step takes a random combination of them. What it takes
-    from the null space is projected once more onto the null space of the batch's rows, since the mean has moved
-    meanwhile. (The stochastic alternating projections of Roy et al. (2025) save the precise one. Where rows of
-    different batches are correlated they converge slowly, and leave part of the "null-space" noise in the range.) The
-    gradient in the mean passes through the projection onto the null space of the batch's own rows, which is all of them
-    where there is one batch.
+    The network itself does not change. A step needs noise ε split into its components in the null space of *all* rows
+    and in their range. At the start of each epoch a few vectors ξ are projected precisely, and each step takes a random
+    combination of them. What it takes from the null space is projected once more onto the null space of the batch's
+    rows, since the mean has moved meanwhile. (The stochastic alternating projections of Roy et al. (2025) save the
+    precise one. Where rows of different batches are correlated they converge slowly, and leave part of the "null-space"
+    noise in the range.) The gradient in the mean passes through the projection onto the null space of the batch's own
+    rows, which is all of them where there is one batch.
     """
+    options = elbo.posterior.training
+    theta, logs = elbo.posterior.network.vector().requires_grad_(), logs.detach().clone().requires_grad_()
+    groups = [{"params": [theta], "lr": options.learning_rate}]
+    optimizer = torch.optim.Adam([*groups, {"params": [logs], "lr": SCALE_LEARNING_RATE}])
+    history: list[ELBOTerms] = []
+    epochs = range(options.scale_epochs + options.epochs)
+    for epoch in progress_bar(epochs, enabled=progress, description="VIKING: epochs"):
+        source = stage_generator(seed, epoch + 1)
+        noise = epoch_noise(elbo, theta.detach(), source)
+        for batch in elbo.batches():
+            mean = theta if epoch >= options.scale_epochs else theta.detach()
+            history.append(take_gradients(elbo, batch, mean, logs, noise, source))
+            optimizer.step()  # passes over a mean without gradient
+    return theta.detach(), logs.detach(), history
 
-    elbo: ELBO
-    network: Network
-    rows: Rows
-    projector: ProjectionMethod
-    options: ELBOTraining
 
-    def run(self, logs: Tensor, seed: int, *, progress: bool) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
-        """Train from ``logs = (log α, log σ_im)``; the mean ``[P]``, the logarithms, and the terms of each step."""
-        options = self.options
-        theta, logs = self.network.vector().requires_grad_(), logs.detach().clone().requires_grad_()
-        groups = [{"params": [theta], "lr": options.learning_rate}]
-        optimizer = torch.optim.Adam([*groups, {"params": [logs], "lr": SCALE_LEARNING_RATE}])
-        history: list[ELBOTerms] = []
-        epochs = range(options.scale_epochs + options.epochs)
-        for epoch in progress_bar(epochs, enabled=progress, description="VIKING: epochs"):
-            source = stage_generator(seed, epoch + 1)
-            noise = self.epoch_noise(theta.detach(), source)
-            for batch in self.elbo.batches():
-                mean = theta if epoch >= options.scale_epochs else theta.detach()
-                history.append(self.step(batch, mean, logs, noise, source))
-                optimizer.step()  # passes over a mean without gradient
-        return theta.detach(), logs.detach(), history
+def epoch_noise(elbo: ELBO, theta: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """Normal vectors ``[m, P]``: what is left of them in the null space, and whole; and the range's dimension."""
+    posterior = elbo.posterior
+    noise = standard_normal((N_PROJECTED, len(theta)), like=theta, generator=source)
+    rows = NullSpaceRows(MovedNetwork(posterior.network, theta), posterior.likelihood, elbo.data, posterior.rows)
+    projector = posterior.projector.prepare(rows.whole, rows.by_batch)
+    null_space = projector.project(noise).value
+    squares = vector_norm(noise - null_space).double().square()
+    return null_space, noise, float(range_dimension(null_space, squares, projector.rank).value)
 
-    def epoch_noise(self, theta: Tensor, source: torch.Generator) -> EpochNoise:
-        """Noise projected onto the null space of all rows."""
-        noise = standard_normal((N_PROJECTED, len(theta)), like=theta, generator=source)
-        center = MovedNetwork(self.network, theta)
-        rows = NullSpaceRows(center, self.elbo.likelihood, self.elbo.data, self.rows)
-        projector = self.projector.prepare(rows.whole, rows.by_batch)
-        null_space = projector.project(noise).value
-        squares = vector_norm(noise - null_space).double().square()
-        return null_space, noise, float(range_dimension(null_space, squares, projector.rank).value)
 
-    def step(self, batch: Batch, theta: Tensor, logs: Tensor, noise: EpochNoise, source: torch.Generator) -> ELBOTerms:
-        """The terms of the bound estimated from a batch; sets the gradients of what requires them."""
-        elbo, rows = self.elbo, BatchRows(self.network, self.elbo.likelihood, batch, self.rows, theta)
-        before, whole, rank = noise
-        weights = standard_normal((1, len(whole)), like=whole, generator=source)
-        weights = weights / weights.norm()  # unit combinations of normal vectors are normal
-        before, whole = weights @ before, weights @ whole
-        if theta.requires_grad:
-            value, through = rows.project(torch.cat([before, whole])).value.chunk(2)
-            # The derivative of P also moves noise of the range, which ``before`` lacks, into the null space.
-            null_space = value.detach() + through - through.detach()
-        else:
-            null_space = rows.project(before).value
-        moves = deviations(logs, null_space, whole - null_space)
-        if elbo.expectation == "linearized":
-            outputs = mirrored(rows.outputs, rows.push(moves))
-        else:
-            outputs = of_networks(self.network, batch.inputs, theta, moves)
-        nll = elbo.expected_nll(outputs, batch.target)
-        objective, terms = elbo.objective(nll, batch.size, theta, rank, logs)
-        learnt = [x for x in (theta, logs) if x.requires_grad]
-        for tensor, gradient in zip(learnt, torch.autograd.grad(objective, learnt), strict=True):
-            tensor.grad = gradient
-        return terms
+def take_gradients(
+    elbo: ELBO,
+    batch: Batch,
+    theta: Tensor,
+    logs: Tensor,
+    noise: tuple[Tensor, Tensor, float],
+    source: torch.Generator,
+) -> ELBOTerms:
+    """The terms of the bound estimated from a batch; sets the gradients of what requires them."""
+    posterior, (before, whole, rank) = elbo.posterior, noise
+    rows = BatchRows(posterior.network, posterior.likelihood, batch, posterior.rows, theta)
+    weights = standard_normal((1, len(whole)), like=whole, generator=source)
+    weights = weights / weights.norm()  # unit combinations of normal vectors are normal
+    before, whole = weights @ before, weights @ whole
+    if theta.requires_grad:
+        value, through = rows.project(torch.cat([before, whole])).value.chunk(2)
+        # The derivative of P also moves noise of the range, which ``before`` lacks, into the null space.
+        null_space = value.detach() + through - through.detach()
+    else:
+        null_space = rows.project(before).value
+    moves = deviations(logs, null_space, whole - null_space)
+    if posterior.expectation == "linearized":
+        outputs = mirrored(rows.outputs, rows.push(moves))
+    else:
+        outputs = of_networks(posterior.network, batch.inputs, theta, moves)
+    nll = elbo.expected_nll(outputs, batch.target)
+    objective, terms = elbo.objective(nll, batch.size, theta, rank, logs)
+    learnt = [x for x in (theta, logs) if x.requires_grad]
+    for tensor, gradient in zip(learnt, torch.autograd.grad(objective, learnt), strict=True):
+        tensor.grad = gradient
+    return terms

@@ -24,7 +24,7 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.projection import NoiseState, ProjectedNoisePosterior, Rows
 from laplace_plus.posteriors.state import of_state, require_same_data, survey
 from laplace_plus.posteriors.storing import resolve_option
-from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, ELBOTraining, Expectation, MeanTraining
+from laplace_plus.posteriors.viking.elbo import ELBO, BoundAtMean, ELBOTerms, ELBOTraining, Expectation, trained_mean
 from laplace_plus.tuning import Tuner, TuningResult
 from laplace_plus.tuning.base import VariationalBound, require_only
 
@@ -125,12 +125,11 @@ class VIKING(ProjectedNoisePosterior):
         seed, center = draw_seed(generator), self.network
         history: list[ELBOTerms] = []
         logs = self._logs(self._first_image_std)
-        elbo = self._elbo(data, n_data)
+        elbo = ELBO(self, data, n_data)
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
             warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
-            training = MeanTraining(elbo, center, self.rows, self.projector, self.training)
-            theta, logs, history = training.run(logs, seed, progress=progress)
+            theta, logs, history = trained_mean(elbo, logs, seed, progress=progress)
             center = MovedNetwork(self.network, theta)
         self.squared_distance(center.vector())  # at zero the bound has no optimum
         noise = self._fit_noise(center, data, seed, progress=progress)
@@ -139,16 +138,11 @@ class VIKING(ProjectedNoisePosterior):
         self._prior_precision = alpha.to(center.dtype)
         return VIKINGState(center.vector(), n_data, n_outputs, noise, float(image_std), (*history, *steps), data_sum)
 
-    def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
-        temperature = float(self._temperature.detach())
-        own = self.expectation, self._prior_mean, temperature, n_data, self.network.device
-        return ELBO(self.likelihood, data, *own)
-
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
         again = self.training_data.again(data, WHY)
         n_data, _, data_sum = survey(self, again, WHY)
         require_same_data("the fit", (self.n_data, self.state.data_sum), (n_data, data_sum))
-        return BoundAtMean(self._elbo(again, n_data), self._center, self.noise, self.n_outputs)
+        return BoundAtMean(ELBO(self, again, n_data), self._center, self.noise, self.n_outputs)
 
     @property
     @override
