@@ -312,6 +312,7 @@ class ProjectedNoisePosterior(SampleBased, Posterior):
     """Whether the noise's component in the range is kept beside that in the null space."""
 
     noise = of_state("noise", "The projected noise, a :class:`ProjectedNoise`.")
+    report = of_state("noise.report", "How the projections ended, a :class:`NoiseReport`.")
 
     def __init__(
         self,
@@ -327,12 +328,6 @@ class ProjectedNoisePosterior(SampleBased, Posterior):
         self.projector = resolve_option("projector", projector, PROJECTORS)
         self.rows: Rows = checks.choice("rows", rows, ("logit", "ggn", "loss"))
         super().__init__(model, likelihood, **common)
-
-    @property
-    def report(self) -> NoiseReport:
-        """How the projections ended; :class:`NotFittedError` before :meth:`fit`."""
-        found: NoiseReport = self.noise.report
-        return found
 
     def _fit_noise(self, center: Network, data: Iterable[Any], seed: int, *, progress: bool) -> ProjectedNoise:
         """Noise for the rows at a network's weights."""

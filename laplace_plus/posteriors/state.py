@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Self
 
 from torch import Tensor
@@ -42,11 +43,14 @@ class State:
 
 
 def of_state(name: str, doc: str, check: Callable[[Any], Any] | None = None) -> Any:
-    """A property of a fitted posterior, a field of its state; it can be set to what ``check`` returns, if given."""
+    """A property of a fitted posterior, a field of its state or of one of its fields, by a dotted name.
+
+    A field of the state can be set to what ``check`` returns, if given.
+    """
 
     def get(posterior: Any) -> Any:
         posterior.require_fit()
-        return getattr(posterior.state, name)
+        return attrgetter(name)(posterior.state)
 
     def set_(posterior: Any, value: Any) -> None:
         assert check is not None

@@ -291,6 +291,7 @@ class MetricBNN(Posterior):
     default_method = "sampled"
     report = of_state("report", "How the exploration went, an :class:`ExplorationReport`.")
     latents = of_state("latents", "The autoencoder, :class:`Latents`; None where samples are not made by one.")
+    latent_report = of_state("latents.report", "How the autoencoder was trained, a :class:`LatentReport`.")
     extent = of_state(
         "extent",
         "Fraction of each trajectory, from its start, that is sampled; in (0, 1], and 1 after a fit.",
@@ -368,11 +369,6 @@ class MetricBNN(Posterior):
             )
 
     # -- what it found -------------------------------------------------------------------------------------------------
-
-    @property
-    def latent_report(self) -> LatentReport:
-        """How the autoencoder was trained."""
-        return self.latents.report
 
     @property
     def trajectories(self) -> Tensor:
