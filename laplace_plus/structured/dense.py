@@ -107,22 +107,6 @@ class InverseRoot:
         return torch.cat(parts, -2)
 
 
-@dataclass(frozen=True)
-class _Root:
-    """``Σ_k w_k H_k + D = L Lᵀ`` for weights ``[K]``, of which the first is one, and D, 0-d or ``[G, o, i]``."""
-
-    weights: Tensor
-    diagonal: Tensor
-    basis: DenseBasis
-    log_determinant: Tensor
-
-    def holds(self, weights: Tensor, diagonal: Tensor) -> bool:
-        """Whether it is that of these, but for their rounding."""
-        pairs = (self.weights, weights), (self.diagonal, diagonal)
-        rtol = 8 * torch.finfo(weights.dtype).eps
-        return all(a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=0) for a, b in pairs)
-
-
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zero out negative eigenvalues that rounding in ``dtype`` produces in a semi-definite matrix; leave real ones."""
     n = values.shape[-1]
@@ -163,7 +147,8 @@ class DenseBlock(EigenBlock):
         self._values: list[Tensor] | None = None  # eigenvalues of each component
         self._semi_definite: Tensor | None = None
         self._form: tuple[Tensor, Basis, Tensor] | None = None  # weights, and what eigen gives at a weight of one
-        self._root: _Root | None = None
+        # Weights and diagonal over the first weight, the inverse root there, and log det.
+        self._root: tuple[Tensor, Basis, Tensor] | None = None
 
     @override
     def add(self, gradients: ExampleGradients, components: Tensor) -> None:
@@ -183,8 +168,8 @@ class DenseBlock(EigenBlock):
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         one, at = self.n_components == 1, weights.detach()
         if self._form is None or not (one or torch.equal(self._form[0], at)):
-            pairs = (self.sums[0] if one else combine(self.sums, at)).eigen()
-            self._form = at, DenseBasis(pairs.factored), clamp_rounding(pairs.values).view(self.shape)
+            values, vectors = (self.sums[0] if one else combine(self.sums, at)).eigen()
+            self._form = at, DenseBasis(vectors), clamp_rounding(values).view(self.shape)
         _, basis, own = self._form
         return basis, own.to(weights.dtype) * (weights[0] if one else 1)
 
@@ -219,17 +204,18 @@ class DenseBlock(EigenBlock):
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        if not diagonal.ndim and not (self._avoids_vectors() and self._is_definite(weights, diagonal)):
+        if not diagonal.ndim and not self._avoids_vectors():
             return super().factor(weights, diagonal)
-        scale = weights[0]
-        at, level = weights / scale, diagonal / scale
-        root, differentiable = self._root, at.requires_grad or level.requires_grad
-        if root is None or differentiable or not root.holds(at, level):
-            lower = torch.linalg.cholesky(self._sum(at, level))
+        scale, eps = weights[0], torch.finfo(weights.dtype).eps
+        at = torch.cat([weights, diagonal.flatten()]) / scale
+        found = self._root
+        known = found is not None and found[0].shape == at.shape and torch.allclose(found[0], at, rtol=8 * eps, atol=0)
+        if found is None or not known or at.requires_grad:
+            lower = torch.linalg.cholesky(self._sum(weights / scale, diagonal / scale))
             determinant = 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
-            root = _Root(at, level, DenseBasis(InverseRoot(lower.to(weights.dtype))), determinant)
-            self._root = None if differentiable else root
-        return EigenFactor(root.basis, scale.expand(self.shape), root.log_determinant)
+            found = at, DenseBasis(InverseRoot(lower.to(weights.dtype))), determinant
+            self._root = None if at.requires_grad else found
+        return EigenFactor(found[1], scale.expand(self.shape), found[2])
 
     def _sum(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         """``H(w) + D`` in float64, whose H has no negative eigenvalues by rounding; differentiable."""

@@ -13,8 +13,7 @@ matrix, whose trace is known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,25 +30,14 @@ _AT_ONCE = 1024
 """Rows that are added before the sum is decomposed again."""
 
 
-class EigenPairs:
-    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns; None for unit vectors.
+class EigenPairs(NamedTuple):
+    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]`` as columns.
 
-    The vectors of sums of limited rank are :class:`Reflections`. Where only ``leading`` ones are given, the others are
-    found when they are first asked for: the evidence needs none.
+    The vectors are a tensor, :class:`Reflections` where the sum has few rows, or None for unit vectors.
     """
 
-    def __init__(self, values: Tensor, vectors: Any = None, *, leading: Tensor | None = None):
-        self.values, self._vectors, self._leading = values, vectors, leading
-
-    @cached_property
-    def vectors(self) -> Any:
-        """The eigenvectors."""
-        return self._vectors if self._leading is None else _completed(self._leading)
-
-    @cached_property
-    def factored(self) -> Any:
-        """The eigenvectors as :class:`Reflections`, where only leading ones were given: they take less time, once."""
-        return self._vectors if self._leading is None else Reflections.completing(self._leading)
+    values: Tensor
+    vectors: Any
 
 
 class GramSum:
@@ -116,23 +104,19 @@ class GramSum:
 
     def wide(self) -> Tensor:
         """The sum as symmetric matrices ``[G, d, d]`` in float64 and memory of their own; rows stay rows."""
-        if self._total is not None:
-            return self.matrix().to(torch.float64, copy=True)
         rows = self.all_rows().double()
-        total = rows.new_zeros(self.groups, self.size, self.size)
-        return kernels.symmetrize_(kernels.symmetric_update(total, rows))
+        total = rows.new_zeros(self.groups, self.size, self.size) if self._total is None else self._total
+        return kernels.symmetrize_(kernels.symmetric_update(total.to(torch.float64, copy=True), rows))
 
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where there are only rows, no eigenvalue is negative."""
         if not self.is_thin:
             return EigenPairs(*symmetric_eigen(self.matrix()))
-        values, leading = eigen_of_rows(self.all_rows(), self.n_rows)
-        return EigenPairs(values, leading=leading.to(self.dtype))
+        values, leading = eigen_of_rows(self.all_rows(), self.n_rows if self.rank is None else self.rank)
+        return EigenPairs(values, Reflections.completing(leading).to(self.dtype))
 
     def eigenvalues(self) -> Tensor:
         """The eigenvalues ``[G, d]`` alone, which take a fraction of the time."""
-        if self.is_thin:
-            return eigen_of_rows(self.all_rows(), self.n_rows, vectors=False)[0]
         matrix = self.matrix()
         require_finite(matrix)
         try:  # in the matrix's own type: a sum that was rounded to it entry by entry has errors of the same size
@@ -205,10 +189,8 @@ def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
     return result
 
 
-def eigen_of_rows(rows: Tensor, rank: int, *, vectors: bool = True) -> tuple[Tensor, Tensor]:
+def eigen_of_rows(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[G, d]`` and leading orthonormal eigenvectors ``[G, d, k]`` of ``XᵀX`` for ``[G, n, d]``, n < d.
-
-    Without ``vectors`` k is 0.
 
     From ``XXᵀ = V Λ Vᵀ``: vectors ``XᵀV Λ^-½``, float64. Eigenvalues below ``n ε`` times the largest one, with
     float64's ε, are rounding errors and count as zero, as do all but the ``rank`` largest.
@@ -216,9 +198,7 @@ def eigen_of_rows(rows: Tensor, rank: int, *, vectors: bool = True) -> tuple[Ten
     require_finite(rows)
     groups, n, size = rows.shape
     wide = rows.double()
-    gram = kernels.symmetric_update(wide.new_zeros(groups, n, n), wide.mT)
-    # Both read only the lower triangle.
-    values, inner = symmetric_eigen(gram) if vectors else (torch.linalg.eigvalsh(gram), gram)
+    values, inner = symmetric_eigen(kernels.symmetric_update(wide.new_zeros(groups, n, n), wide.mT))
     values, inner = values.flip(-1), inner.flip(-1)  # the largest first: they are the most accurate
     kept = values > max(1, n) * torch.finfo(torch.float64).eps * values[..., :1].clamp(min=0)
     kept[:, rank:] = False
@@ -226,21 +206,7 @@ def eigen_of_rows(rows: Tensor, rank: int, *, vectors: bool = True) -> tuple[Ten
     scales = torch.where(kept, values, torch.inf).rsqrt()[..., None, :found]  # zero columns where a group has less
     full = rows.new_zeros(groups, size)
     full[:, :found] = torch.where(kept, values, 0.0)[..., :found]
-    return full, wide.mT @ (inner[..., : found * vectors] * scales[..., : found * vectors])
-
-
-def _completed(leading: Tensor) -> Tensor:
-    """Orthogonal ``[G, d, d]`` that begin with orthonormal or zero columns ``[G, d, k]``, up to their signs.
-
-    Householder reflections correct their rounding, too. The basis does not depend on the order of the data.
-    """
-    groups, size = leading.shape[:2]
-    rows = leading.new_zeros(groups, size, size)  # transposed, as LAPACK goes by columns: it works in place
-    rows.diagonal(dim1=1, dim2=2).fill_(1)
-    return torch.ormqr(*torch.geqrf(leading), rows.mT, transpose=True, out=rows.mT).mT
-
-
-# -- limited rank ----------------------------------------------------------------------------------------------------
+    return full, wide.mT @ (inner[..., :found] * scales)
 
 
 class Reflections:
@@ -251,7 +217,10 @@ class Reflections:
 
     @classmethod
     def completing(cls, leading: Tensor) -> Reflections:
-        """Those whose first k columns are, up to their signs, orthonormal or zero columns ``[..., d, k]``."""
+        """Those whose first k columns are, up to their signs, orthonormal or zero columns ``[..., d, k]``.
+
+        They correct the rounding of the columns, and do not depend on the order of the data.
+        """
         packed, scales = torch.geqrf(leading)
         b = packed.tril(-1)
         b.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -291,6 +260,13 @@ class Reflections:
         size, rank = self.sides[0].shape[-2:]
         leading = self @ torch.eye(size, rank, dtype=self.dtype, device=values.device)
         return values[:, -1:] + leading.square() @ (values[:, :rank] - values[:, -1:])
+
+
+def formed(side: Any) -> Any:
+    """Reflections written out, ``[G, d, d]``; a tensor or None as it is."""
+    if not isinstance(side, Reflections):
+        return side
+    return side @ torch.eye(side.shape[-1], dtype=side.dtype, device=side.sides[0].device)
 
 
 def by_squares(side: Any, values: Tensor) -> Tensor:
@@ -350,11 +326,6 @@ class LimitedSum(GramSum):
         leading = (vectors * kept[:, None, : vectors.shape[2]].sqrt()).mT
         lost = rows.double().square().sum((1, 2)) - kept.sum(1)
         return leading.to(self.dtype).contiguous(), self.discarded + lost.clamp(min=0)
-
-    @override
-    def eigen(self) -> EigenPairs:
-        values, vectors = eigen_of_rows(self.all_rows(), self.rank)
-        return EigenPairs(values, Reflections.completing(vectors).to(self.dtype))
 
     @override
     def tensors(self, name: str) -> dict[str, Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import ExampleGradients
-from laplace_plus.structured.gram_sum import DiagonalSum, EigenPairs, GramSum, LimitedSum, by_squares, combine
+from laplace_plus.structured.gram_sum import DiagonalSum, GramSum, LimitedSum, by_squares, combine, formed
 from laplace_plus.structured.log_determinants import log_determinant
 
 
@@ -46,18 +45,13 @@ class KroneckerBasis(Basis):
         return by_squares(self.right, by_squares(self.left, variances).mT).mT
 
 
-@dataclass
-class DiagonalForm:
-    """The sides' eigendecompositions with their common basis, and the weights ``[K]`` that they belong to."""
+class DiagonalForm(NamedTuple):
+    """The eigenvalues of both sides, ``[G, o]`` and ``[G or 1, i]``, their basis, and the weights ``[K]`` of both."""
 
     weights: Tensor
-    left: EigenPairs
-    right: EigenPairs
-
-    @cached_property
-    def basis(self) -> KroneckerBasis:
-        """The eigenvectors of both sides, found when they are first needed."""
-        return KroneckerBasis(self.left.vectors, self.right.vectors)
+    left: Tensor
+    right: Tensor
+    basis: KroneckerBasis
 
 
 @register_block
@@ -162,8 +156,8 @@ class KroneckerBlock(EigenBlock):
             return 0.0
         ones = torch.ones(self.n_components, dtype=self.dtype, device=self.left_sums[0].device)
         kept, whole, form = ones.new_ones(()), ones.new_ones(()), self.form(ones)
-        for sums, pair in zip(sides, (form.left, form.right), strict=True):
-            trace = pair.values.double().sum(1)
+        for sums, values in zip(sides, (form.left, form.right), strict=True):
+            trace = values.double().sum(1)
             lost = sum(own.leading()[1] for own in sums if isinstance(own, LimitedSum))
             kept, whole = kept * trace, whole * (trace + lost)
         return float(1 - kept.sum() / whole.sum()) if bool(whole.any()) else 0.0
@@ -176,9 +170,11 @@ class KroneckerBlock(EigenBlock):
         is_fixed = self.n_components == 1 or self.basis_weights is not None
         at = weights.detach().to(self.dtype) if self.basis_weights is None else self.basis_weights
         if found is None or not (is_fixed or torch.equal(found.weights, at)):
-            left = (self.left_sums[0] if self.n_components == 1 else combine(self.left_sums, at)).eigen()
-            right = self.right_sum.eigen() if found is None else found.right
-            found = self._form = DiagonalForm(at, left, right)
+            left, sides = (self.left_sums[0] if self.n_components == 1 else combine(self.left_sums, at)).eigen()
+            right, others = self.right_sum.eigen() if found is None else (found.right, found.basis.right)
+            if self.corrected is not None:  # which further data may reach in any direction
+                sides, others = formed(sides), formed(others)
+            found = self._form = DiagonalForm(at, left, right, KroneckerBasis(sides, others))
         return found
 
     @override
@@ -186,7 +182,7 @@ class KroneckerBlock(EigenBlock):
         form = self.form(weights)
         if self.corrected is not None:
             return form.basis, torch.tensordot(weights, self.corrected.to(weights.dtype), 1)
-        left, right = form.left.values.clamp(min=0), form.right.values.clamp(min=0)
+        left, right = form.left.clamp(min=0), form.right.clamp(min=0)
         values = (left[:, :, None] * (right[:, None, :] / self.count.to(self.dtype))).to(weights.dtype)
         return form.basis, values * weights[0] if self.n_components == 1 else values
 
@@ -209,7 +205,7 @@ class KroneckerBlock(EigenBlock):
         # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
         left = torch.tensordot(weights, self.left.to(weights.dtype), 1)
         left = left if left.ndim == 2 else torch.linalg.eigvalsh(left)  # noqa: PLR2004
-        right = self.form(weights).right.values.to(left).clamp(min=0) / self.count.to(left)
+        right = self.form(weights).right.to(left).clamp(min=0) / self.count.to(left)
         return torch.log(left.clamp(min=0)[:, :, None] * right[:, None, :] + diagonal).sum()
 
     @override
@@ -217,8 +213,8 @@ class KroneckerBlock(EigenBlock):
         if self.corrected is not None:
             return super()._sides(weights)
         form = self.form(weights)
-        right = form.right.values.clamp(min=0).double()
-        return form.left.values.clamp(min=0).double(), right / self.count.to(right)
+        right = form.right.clamp(min=0).double()
+        return form.left.clamp(min=0).double(), right / self.count.to(right)
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
@@ -231,10 +227,8 @@ class KroneckerBlock(EigenBlock):
         block = cls(left, _restored(tensors, "right"), tensors["count"], corrected, weights)
         if weights is not None:
             # Corrected eigenvalues replace those of the factors, which were not saved.
-            vectors = tensors.get("left_vectors"), tensors.get("right_vectors")
-            none = torch.empty(0)
-            pairs = EigenPairs(none, vectors[0]), EigenPairs(none, vectors[1])
-            block._form = DiagonalForm(weights, *pairs)
+            basis = KroneckerBasis(tensors.get("left_vectors"), tensors.get("right_vectors"))
+            block._form = DiagonalForm(weights, torch.empty(0), torch.empty(0), basis)
         return block
 
     @override

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients, OuterGradients, slices
+from laplace_plus.structured.gram_sum import formed
 
 _COMPACT = 16 * MIB
 """Bytes of a chunk of an embedding's gradients."""
@@ -169,19 +170,12 @@ class OutputLayerGradients(ExampleGradients):
     @override
     def in_basis(self, left: Any, right: Any) -> ExampleGradients:
         features = self.features if right is None else self.features @ right.to(self.dtype)[0]
-        left = None if left is None else left.to(self.dtype)[0]
+        left = None if left is None else formed(left).to(self.dtype)[0]
         if left is None or self.centre is not None:
             return replace(self, features=features, left=left)
         rows = left[self.outputs]  # [V, C] or [B, V, C]
         rows = rows[:, None].expand(-1, self.n_examples, -1) if self.is_shared else rows.transpose(0, 1)
         return OuterGradients(features[:, None, None], rows[:, :, None, None])
-
-    def times(self, matrix: Tensor, examples: slice) -> Tensor:
-        """The flattened gradients of some examples times ``[C·i, m]``, ``[V, b, m]``."""
-        every, own = matrix.unflatten(0, self.shape[1:]), self.features[examples]
-        shared = 0.0 if self.centre is None else torch.einsum("bc,bi,cim->bm", self.centre[examples], own, every)
-        form, chosen = ("bi,vim->vbm", self.outputs) if self.is_shared else ("bi,bvim->vbm", self.outputs[examples])
-        return torch.einsum(form, own, every[chosen]) - shared
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
