@@ -28,7 +28,7 @@ from laplace_plus.network.network import Network
 from laplace_plus.network.selection import Selected
 from laplace_plus.structured.composed import JoinedGradients, SelectedGradients
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, OuterGradients, concatenate, slices
-from laplace_plus.structured.layout import GENERAL, MATRIX, Layout, ParameterSlices
+from laplace_plus.structured.layout import GENERAL, MATRIX, Layout, Places
 from laplace_plus.structured.one_hot import EmbeddingGradients, OutputLayerGradients
 
 COTANGENT_BYTES = 512 * 2**20
@@ -118,7 +118,7 @@ class Gradients:
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
-        parts = [(gradients, layout.parameter_slices) for layout, gradients in self.blocks(cotangents, ())]
+        parts = [(gradients, layout.places) for layout, gradients in self.blocks(cotangents, ())]
         return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
     def _regrouped(self, cotangents: Tensor, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ExampleGradients]]:
@@ -130,15 +130,15 @@ class Gradients:
                 continue
             place = torch.full((self.network.n_parameters,), -1)
             place[layout.index.flatten().cpu()] = torch.arange(layout.n_entries)
-            parts: list[tuple[ExampleGradients, ParameterSlices]] = []
+            parts: list[tuple[ExampleGradients, Places]] = []
             for layer, gradients in layers.values():
                 positions = place[layer.index.cpu()]
                 chosen = (positions.flatten() >= 0).nonzero().squeeze(-1)
                 if len(chosen) == layer.n_entries:
-                    parts.append((gradients, ParameterSlices(positions)))
+                    parts.append((gradients, Places(positions)))
                 elif len(chosen):
                     subset = SelectedGradients(gradients, chosen.to(gradients.device))
-                    parts.append((subset, ParameterSlices(positions.flatten()[chosen][None, None])))
+                    parts.append((subset, Places(positions.flatten()[chosen][None, None])))
             if parts:
                 yield layout, JoinedGradients(parts, layout.n_entries, layout.shape)
 

@@ -291,7 +291,7 @@ class GaussianPosterior(Posterior):
         checks.count("n", n)
         model, factors = self.laplace_model(), self.factors()
         result = checks.zeros("The matrix of samples", n, len(model.vector), model.vector).add_(model.vector)
-        for key, placement in model.parameter_slices.items():
+        for key, placement in model.places.items():
             add_draws_(result, factors[key], placement, generator)
         return result
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.structured.gradients import MIB, ExampleGradients
-from laplace_plus.structured.layout import ParameterSlices
+from laplace_plus.structured.layout import Places
 from laplace_plus.structured.log_determinants import Spectrum
 
 TILE = 2**20
@@ -115,15 +115,13 @@ class Factor(ABC):
         return self.solve(units.expand(n, groups, rows, columns).contiguous()).flatten(2).transpose(0, 1)
 
 
-def add_draws_(
-    result: Tensor, factor: Factor, parameter_slices: ParameterSlices, generator: torch.Generator | None = None
-) -> None:
+def add_draws_(result: Tensor, factor: Factor, places: Places, generator: torch.Generator | None = None) -> None:
     """Add draws from N(0, M⁻¹) of a factor to the vectors ``[n, P]``, where the entries of M lie among the P.
 
     White noise is drawn in tiles of a fixed size and in a fixed order: seeded draws do not depend on how many of them
     are computed at a time. The source of randomness may live on another device.
     """
-    n, shape = len(result), torch.Size(parameter_slices.shape)
+    n, shape = len(result), torch.Size(places.shape)
     size = max(1, shape.numel())
     tile = min(n, max(1, TILE // size))
     at_once = min(n, max(1, min(_AT_ONCE, 256 * MIB // (8 * size)) // tile) * tile)  # few float64 arrays of 256 MiB
@@ -133,7 +131,7 @@ def add_draws_(
         drawn = noise[: min(at_once, n - start)]
         for part in drawn.split(tile):
             part.copy_(torch.randn(part.shape, dtype=part.dtype, device=source, generator=generator))
-        parameter_slices.add_(result[start : start + len(drawn)], factor.sample(drawn))
+        places.add_(result[start : start + len(drawn)], factor.sample(drawn))
 
 
 class Block(ABC):

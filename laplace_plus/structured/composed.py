@@ -12,8 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.structured.gradients import ExampleGradients, times
-from laplace_plus.structured.layout import ParameterSlices
-from laplace_plus.structured.one_hot import OutputLayerGradients
+from laplace_plus.structured.layout import Places
 
 
 @dataclass
@@ -81,7 +80,7 @@ class JoinedGradients(ExampleGradients):
         matrix_shape: The shape ``[G, o, i]`` of the joint matrices, by default ``[1, 1, n]``.
     """
 
-    layers: list[tuple[ExampleGradients, ParameterSlices]]
+    layers: list[tuple[ExampleGradients, Places]]
     size: int
     matrix_shape: tuple[int, int, int] | None = None
 
@@ -136,9 +135,5 @@ class MappedGradients(DerivedGradients):
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        if isinstance(self.source, OutputLayerGradients) and isinstance(
-            self.matrix, Tensor
-        ):  # which need not be written out
-            return self.source.times(self.matrix[0].to(self.dtype), examples).unflatten(-1, self.shape)
         values = self.source.dense(examples).flatten(3)
         return times(values, self.matrix).unflatten(-1, self.shape[1:])

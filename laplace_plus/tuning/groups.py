@@ -89,7 +89,7 @@ def curvature_diagonal(model: LaplaceModel, weights: Tensor) -> Tensor:
     """``diag(H)`` at component weights ``[K]``, ``[P]`` float64."""
     diagonal = torch.empty(len(model.vector), dtype=torch.float64, device=model.vector.device)
     for layout, block in model.curvature:
-        model.parameter_slices[layout.key].scatter_(diagonal, block.diagonal(weights))
+        model.places[layout.key].scatter_(diagonal, block.diagonal(weights))
     return diagonal
 
 

@@ -27,7 +27,7 @@ from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network, ambient_autocast
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import Block, Factor
-from laplace_plus.structured.layout import Layout, ParameterSlices
+from laplace_plus.structured.layout import Layout, Places
 from laplace_plus.structured.log_determinants import Spectrum
 
 
@@ -68,9 +68,9 @@ class LaplaceModel:
         return self._unit_prior.n_layers
 
     @cached_property
-    def parameter_slices(self) -> dict[str, ParameterSlices]:
+    def places(self) -> dict[str, Places]:
         """Where each block lies in the parameter vector, by layout key."""
-        return {layout.key: layout.parameter_slices for layout, _ in self.curvature}
+        return {layout.key: layout.places for layout, _ in self.curvature}
 
     def scatter(self, structure: str) -> Tensor:
         """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64."""
@@ -94,7 +94,7 @@ class LaplaceModel:
     def _layers(self) -> dict[str, int | Tensor]:
         """By layout key the layer that a block is part of, or, where there are several, that of each of its entries."""
         result: dict[str, int | Tensor] = {}
-        for key, placement in self.parameter_slices.items():
+        for key, placement in self.places.items():
             layers = placement.gather(self.layer_index)
             low, high = layers.aminmax()
             result[key] = int(low) if low == high else layers.to(self.vector.device)
@@ -109,9 +109,9 @@ class LaplaceModel:
         """By layout key the prior precision of a block, 0-d or ``[G, o, i]``, float64."""
         precision = precision.to(self.vector.device, torch.float64)
         if precision.numel() == 1:
-            return dict.fromkeys(self.parameter_slices, precision.squeeze())
+            return dict.fromkeys(self.places, precision.squeeze())
         if len(precision) == len(self.layer_index):
-            return {key: placement.gather(precision) for key, placement in self.parameter_slices.items()}
+            return {key: placement.gather(precision) for key, placement in self.places.items()}
         single = precision.unbind()
         return {key: single[at] if isinstance(at, int) else precision[at] for key, at in self._layers.items()}
 
@@ -154,7 +154,7 @@ class LaplaceModel:
         weights = (self.weights() / temperature.to(moved.device)).to(moved)
         squares = moved.square().double() @ self.prior(precision).vector().to(moved.device, torch.float64)
         for layout, block in self.curvature:
-            squares = squares + block.quadratic(weights, layout.parameter_slices.gather(moved)).double()
+            squares = squares + block.quadratic(weights, layout.places.gather(moved)).double()
         return squares
 
     def log_likelihood(self, noise_std: Any = None) -> Tensor:
@@ -234,14 +234,14 @@ class LaplaceModel:
     def solve(self, factors: Mapping[str, Factor], vector: Tensor) -> Tensor:
         """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type."""
         result = torch.zeros_like(vector)
-        for key, placement in self.parameter_slices.items():
+        for key, placement in self.places.items():
             placement.scatter_(result, factors[key].solve(placement.gather(vector.to(self.vector))[None])[0])
         return result
 
     def variances(self, factors: Mapping[str, Factor]) -> Tensor:
         """Posterior variance of each entry, ``[P]``."""
         result = torch.zeros_like(self.vector)
-        for key, placement in self.parameter_slices.items():
+        for key, placement in self.places.items():
             placement.scatter_(result, factors[key].variances())
         return result
 

@@ -11,7 +11,7 @@ from laplace_plus.structured import DenseGradients, EmbeddingGradients, Kronecke
 from laplace_plus.structured import gradients as gradients_file
 from laplace_plus.structured.composed import JoinedGradients, MappedGradients, SelectedGradients
 from laplace_plus.structured.gradients import concatenate
-from laplace_plus.structured.layout import ParameterSlices
+from laplace_plus.structured.layout import Places
 from laplace_plus.structured.one_hot import OutputLayerGradients
 
 EVERY = slice(None)
@@ -51,7 +51,7 @@ def cases(v, b, s, g, o, i, generator):
     other, other_dense = one_hot(v, b, s, o, i, generator)
     order = torch.randperm(g * o * i + o * i, generator=generator)
     first, second = order[: g * o * i].view(g, o, i), order[g * o * i :].view(other.shape)
-    joined = JoinedGradients([(gradients, ParameterSlices(first)), (other, ParameterSlices(second))], len(order))
+    joined = JoinedGradients([(gradients, Places(first)), (other, Places(second))], len(order))
     whole = torch.empty(v, b, len(order), dtype=torch.float64)
     whole[..., order] = torch.cat([dense.flatten(2), other_dense.flatten(2)], -1)
     yield joined, whole[:, :, None, None]

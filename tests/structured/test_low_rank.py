@@ -11,7 +11,7 @@ from laplace_plus.linalg import lanczos
 from laplace_plus.structured import low_rank as module
 from laplace_plus.structured.composed import JoinedGradients
 from laplace_plus.structured.gradients import OuterGradients
-from laplace_plus.structured.layout import ParameterSlices
+from laplace_plus.structured.layout import Places
 from laplace_plus.structured.low_rank import LowRankBlock, SampledSpectrum
 
 N, RANK = 12, 4
@@ -67,7 +67,7 @@ def test_quadratic_forms_are_the_dense_ones(rank, positions, diagonal):
     left, right = draw(3, 5, positions, 1, 3, seed=1), draw(5, positions, 1, 4, seed=2)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3)).view(1, 3, 4)
     gradients = OuterGradients(right, left)
-    stack = JoinedGradients([(gradients, ParameterSlices(order.view(gradients.shape)))], N)
+    stack = JoinedGradients([(gradients, Places(order.view(gradients.shape)))], N)
     rows = stack.dense(slice(None)).flatten(2)
     factor, inverse = low_rank.factor(WEIGHT, diagonal), matrix(low_rank, diagonal).inverse()
     coordinates = factor.basis.coordinates(stack)
@@ -84,7 +84,7 @@ def test_variances_survive_single_precision():
     values = torch.full((RANK,), 1e7, dtype=torch.float64)
     low_rank = LowRankBlock(values, vectors, NONE)
     gradients = OuterGradients(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1))
-    stack = JoinedGradients([(gradients, ParameterSlices(torch.arange(N).view(gradients.shape)))], N)
+    stack = JoinedGradients([(gradients, Places(torch.arange(N).view(gradients.shape)))], N)
     one = torch.ones(1, dtype=torch.float64)
     factor = low_rank.factor(one, torch.ones((), dtype=torch.float64))
     got = factor.quadratic_form(factor.basis.coordinates(stack), "diagonal")
