@@ -12,7 +12,7 @@ class Full(GaussianPosterior):
     The most faithful Gaussian, for small networks, last layers and subnetworks: memory is P² numbers and factorising
     takes P³ operations, so P should stay below some ten thousand. Takes scalar, layer-wise and diagonal priors.
 
-    A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows. This
+    A last layer of C outputs and d features, fitted to few rows of data, is kept as those rows: up to ``C^⅔·d/4``. This
     holds for classes or binary outputs and the exact Gauss-Newton curvature. The posterior is the same, and P may be
     large: N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations
     (``softmax_output``). The first predictions prepare up to ``1.6·C·N²`` numbers, if these take at most
