@@ -315,23 +315,12 @@ class OuterGradients(ExampleGradients):
 
     @override
     def add_squares_(self, total: Tensor) -> None:
-        if not self._pairs():
+        if self.n_positions > 1:
             super().add_squares_(total)
             return
-        groups, rows, columns = self.shape
-        s, t = torch.tril_indices(self.n_positions, self.n_positions, device=self.device)
-        twice = torch.where(s == t, 1, 2)[:, None, None]
-        for examples in self.side_chunks(len(s) * groups * (2 * rows + columns) * self.dtype.itemsize):
-            left, right = self.left(examples), self.right(examples)
-            if self.n_positions == 1:
-                g, a = left.square().sum(0), right.square()
-            else:
-                g, a = torch.zeros_like(left[0, :, :1]), right[:, s] * right[:, t]
-                for own in left:  # [b, T, G, o]
-                    g = torch.addcmul(g, own[:, s], own[:, t])
-                g = g * twice
-            a = a.expand(-1, -1, groups, -1)
-            total += torch.einsum("btgo,btgi->goi", g, a)
+        for examples in self.side_chunks():
+            g, a = self.left(examples).square().sum((0, 2)), self.right(examples).square()[:, 0]
+            total += torch.einsum("bgo,bgi->goi", g, a.expand(-1, self.shape[0], -1))
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
