@@ -180,9 +180,16 @@ def test_a_precision_for_each_entry_in_closed_form(task):
         assert all(evidence(posterior.noise_std) >= evidence(posterior.noise_std * f) for f in (0.98, 1.02))
 
 
-@pytest.mark.parametrize("task", ["classification", "regression", "regression per output"])
-@pytest.mark.parametrize("structure", ["scalar", "layerwise"])
-@pytest.mark.parametrize("method", ["mackay", "em"])
+@pytest.mark.parametrize(
+    ("method", "structure", "task"),
+    [
+        ("mackay", "scalar", "classification"),
+        ("mackay", "layerwise", "regression per output"),
+        ("em", "scalar", "regression per output"),
+        ("em", "layerwise", "classification"),
+        ("em", "layerwise", "regression"),
+    ],
+)
 def test_the_methods_agree(method, structure, task):
     posterior = fitted(lp.KFAC, task)[0]
     want = posterior.fit_prior_precision(structure=structure).tuning.value

@@ -208,18 +208,11 @@ LIKELIHOODS = {
 
 POSTERIORS = [*CLASSES, "EKFAC", "last layer", "KFAC last layer", "masked", "Subnetwork"]
 # The curvature's structure enters the determinant alone, in which likelihoods differ by whether there is noise.
-ALIKE = {(name, task) for name in POSTERIORS if name not in ("Full", "KFAC") for task in ("binary", "poisson")}
-ALIKE |= {(name, "regression") for name in ("EKFAC", "masked", "Subnetwork", "KFAC last layer")}
+CASES = [*(("Full", task) for task in LIKELIHOODS), ("KFAC", "regression"), ("LowRank", "regression")]
+CASES += [(name, "classification") for name in POSTERIORS if name != "Full"]
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        pytest.param(name, task, marks=[pytest.mark.slow] * ((name, task) in ALIKE))
-        for name in POSTERIORS
-        for task in LIKELIHOODS
-    ],
-)
+@pytest.mark.parametrize(("name", "task"), CASES)
 def test_every_posterior_reaches_a_joint_stationary_point(name, task):
     net, x, y = mlp_problem(task)
     likelihood = LIKELIHOODS[task]()

@@ -57,8 +57,9 @@ def parts(ggn, precision):
     return {"image": full - kernel, "kernel": kernel, "full": full}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["image", "kernel", "full"])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("image", "svd"), ("kernel", "svd"), ("full", "svd"), ("image", "lanczos")]
+)
 def test_linear_model_ends_at_its_laplace_approximation(kind, backend):
     precision = random(10, seed=4).exp()
     landscape, ggn = linear(prior_precision=precision)

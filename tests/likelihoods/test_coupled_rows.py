@@ -65,8 +65,9 @@ def dense(net, names, density, data):
 KINDS = [(listwise, 1), (cox, 1), (plackett_luce, 1), (differences, 2)]
 
 
-@pytest.mark.parametrize("parameters", ["all", "last_layer"])
-@pytest.mark.parametrize(("density", "n_outputs"), KINDS)
+@pytest.mark.parametrize(
+    ("density", "n_outputs", "parameters"), [*((*kind, "all") for kind in KINDS), (*KINDS[-1], "last_layer")]
+)
 def test_the_curvature_is_the_whole_batchs(density, n_outputs, parameters):
     net, data = problem(density, n_outputs)
     likelihood = lp.LogDensity(density, couples_rows=True)

@@ -75,8 +75,10 @@ def test_the_curvature_is_the_positive_part(density):
     assert_close(low.precision_matrix() - eye, wanted, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("density", [kind for kind in KINDS if kind is not coupled])
-@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC])
+@pytest.mark.parametrize(
+    ("cls", "density"),
+    [(lp.Full, mixture_density), (lp.Full, weibull), (lp.KFAC, student_t), (lp.KFAC, negative_binomial)],
+)
 def test_the_default_tuning_and_predictions(cls, density):
     net, x, y, likelihood = problem(density)
     posterior = cls(net, likelihood).fit([(x, y)])

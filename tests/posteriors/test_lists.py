@@ -102,8 +102,10 @@ def cut(items, y, cuts):
 CUTS = [(0, 4, 9), (0, 4, 8, 9), (0, 2, 4, 6, 9), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)]
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("kind", ["clouds", "images", "mappings", "objects"])
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [*(("clouds", cuts) for cuts in CUTS), ("images", CUTS[1]), ("mappings", CUTS[2]), ("objects", CUTS[3])],
+)
 def test_lists_of_any_length_are_one_argument(kind, cuts):
     model, items, y = problem(kind)
     posterior = lp.Full(model, "classification", prior_precision=0.7).fit(cut(items, y, cuts))

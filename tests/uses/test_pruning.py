@@ -147,17 +147,20 @@ def test_neither_sums_of_changes_nor_means_depend_on_the_order():
     torch.testing.assert_close(totals[0], evidence(x[:, :0], y) - evidence(x, y), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("unit", ["weight", "channel", "neuron", ("0", "3.weight", "5")])
 @pytest.mark.parametrize(
-    ("cls", "options"),
+    ("cls", "options", "unit"),
     [
-        (lp.Full, {}),
-        (lp.KFAC, {}),
-        (lp.Diagonal, {}),
-        (lp.KFAC, {"eigenvalue_corrected": True}),
-        (lp.KFAC, {"factor_rank": 2}),
-        (lp.KFAC, {"output_factor": "diagonal"}),
-        (lp.LowRank, {"prior": 1.0}),
+        *((lp.Full, {}, unit) for unit in ("weight", "channel", "neuron", ("0", "3.weight", "5"))),
+        *((lp.KFAC, {}, unit) for unit in ("weight", "channel", ("0", "3.weight", "5"))),
+        (lp.Diagonal, {}, "weight"),
+        (lp.Diagonal, {}, "neuron"),
+        (lp.KFAC, {"eigenvalue_corrected": True}, "channel"),
+        (lp.KFAC, {"eigenvalue_corrected": True}, "neuron"),
+        (lp.KFAC, {"factor_rank": 2}, "channel"),
+        (lp.KFAC, {"factor_rank": 2}, "neuron"),
+        (lp.KFAC, {"output_factor": "diagonal"}, "neuron"),
+        (lp.LowRank, {"prior": 1.0}, "channel"),
+        (lp.LowRank, {"prior": 1.0}, ("0", "3.weight", "5")),
     ],
 )
 def test_units_agree_with_dense_covariances(cls, options, unit):
