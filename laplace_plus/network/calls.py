@@ -231,13 +231,11 @@ class ConvolutionCall(Call):
 class EmbeddingCall(Call):
     """A table look-up: the weight's rows are the columns of the ``[1, o, i]`` array, one for each token.
 
-    Where the rows are the same for all examples, the output is that of the sum with what differs between examples, and
-    ``table`` the look-up's own place in the graph.
+    Where the rows are the same for all examples, the output is that of the sum with what differs between examples.
     """
 
     n_rows: int = 0
     padding: int | None = None
-    table: GradientEdge | None = None
 
     rule: ClassVar[str] = EMBEDDING
     transposed = True

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, tensors_in
-from laplace_plus.network.calls import RULES, Call, LinearCall, ParameterRows
+from laplace_plus.network.calls import RULES, Call, EmbeddingCall, LinearCall, ParameterRows
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import layer_of
 
@@ -226,7 +226,7 @@ class _Recorder(TorchFunctionMode):
             if not self.keep_graph:
                 call.value = call.value.detach()
             self.calls.append(call)
-            if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
+            if isinstance(call, EmbeddingCall) and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
                 self.tables[id(output)] = [call]
                 self.alive.append(output)
 

@@ -95,13 +95,17 @@ class Gradients:
             for number in plan.members:
                 uses.append(use_gradients(self.capture, number, self._rows[number], gradients[number]))
             if not uses:
-                general = self._general_gradients(cotangents) if general is None else general
+                if general is None:
+                    every = self.network.parameters
+                    chosen = {own.layout.names[0]: every[own.layout.names[0]] for own in self._plans if not own.members}
+                    general = per_example_gradients(self.network, self.capture.inputs, chosen, cotangents)
                 # A parameter may be 0-d.
                 flat = general[plan.layout.names[0]].reshape(*cotangents.shape[:2], 1, 1, -1)
                 uses.append(DenseGradients(flat))
             total = uses[0] if len(uses) == 1 else _sum(uses)
-            chosen = plan.chosen
-            yield plan.layout, total if chosen is None else SelectedGradients(total, chosen.to(total.device))
+            if plan.chosen is not None:
+                total = SelectedGradients(total, plan.chosen.to(total.device))
+            yield plan.layout, total
 
     def _gradients_apart(self, cotangents: Tensor) -> dict[int, Tensor]:
         """Gradients ``[V, B, *output shape]`` of each example's own outputs in all rows, by the numbers of calls."""
@@ -141,13 +145,6 @@ class Gradients:
                     parts.append((subset, Places(positions.flatten()[chosen][None, None])))
             if parts:
                 yield layout, JoinedGradients(parts, layout.n_entries, layout.shape)
-
-    def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
-        """Gradients ``[V, B, *shape]`` of the parameters without calls."""
-        every = self.network.parameters
-        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
-        chosen = {name: every[name] for name in names}
-        return per_example_gradients(self.network, self.capture.inputs, chosen, cotangents)
 
     def cotangent_chunks(self, n_cotangents: int) -> Iterator[slice]:
         """Slices of the cotangents whose gradients, all calls together, are of bounded size."""

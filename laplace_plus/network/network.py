@@ -85,11 +85,10 @@ def ambient_autocast() -> tuple[bool, torch.dtype] | None:
 
 
 class Held(NamedTuple):
-    """A model's modules, each once; tensors by their (first) names; the places of all by every name."""
+    """A model's modules, each once; parameters by their (first) names; the places of all tensors by every name."""
 
     modules: list[nn.Module]
     parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
     places: dict[str, tuple[dict[str, Any], str]]
 
 
@@ -302,9 +301,9 @@ class Network:
                     return [*mapped(stacked)]
             except NETWORK_ERRORS:  # some operation that cannot be batched
                 pass
-        sets = zip(*map(Tensor.unbind, (own.detach() for own in stacked.values())), strict=True)
         with torch.enable_grad():  # as in forward
-            return [self(inputs, dict(zip(stacked, one, strict=True))).detach() for one in sets]
+            sets = ({name: own[n].detach() for name, own in stacked.items()} for n in range(len(vectors)))
+            return [self(inputs, one).detach() for one in sets]
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
@@ -334,28 +333,29 @@ class Network:
 
     def mark(self) -> list[Any]:
         """What differs after a change of modules, tensors or adapters: identities, addresses, numbers of writes."""
-        held, seen, adapters = Held([], {}, {}, {}), set[int](), list[Any]()
+        held, seen = Held([], {}, {}), set[int]()
+        tensors, adapters = list[Any](), list[Any]()
         for prefix, module in self.model.named_modules():
             held.modules.append(module)
-            for named, own in (held.parameters, module._parameters), (held.buffers, module._buffers):
+            for own in (module._parameters, module._buffers):
                 for key, tensor in own.items():
-                    if tensor is not None:
-                        name = f"{prefix}.{key}" if prefix else key
-                        held.places[name] = own, key
-                        if id(tensor) not in seen:
-                            named[name] = tensor
-                            seen.add(id(tensor))
+                    if tensor is None:
+                        continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    held.places[name] = own, key
+                    if id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    if own is module._parameters:
+                        held.parameters[name] = tensor
+                    try:
+                        tensors.append((name, id(tensor), tensor.data_ptr(), tensor._version))
+                    except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
+                        tensors.append((name, id(tensor)))
             if MERGED in vars(module):
                 adapters.append((adapter_state(module),))
         self.held = held  # whole, for other threads
-        found: list[Any] = [[*map(id, held.modules)]]
-        for named in (held.parameters, held.buffers):
-            for name, tensor in named.items():
-                try:
-                    found.append((name, id(tensor), tensor.data_ptr(), tensor._version))
-                except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
-                    found.append((name, id(tensor)))
-        return found + adapters
+        return [[*map(id, held.modules)], *tensors, *adapters]
 
 
 def _two_ways(inputs: Any) -> DataError:
