@@ -71,8 +71,7 @@ def per_example_gradients(
             # A network that differentiates itself may leave a graph that nobody asked for (torch 2.6).
             return result if kept else {name: gradient.detach() for name, gradient in result.items()}
     with torch.enable_grad():
-        separate = together.unbind()
-    pairs = [(value, parameters) for value in separate]
+        pairs = [(value, parameters) for value in together.unbind()]
     return _one_by_one(pairs, chosen, cotangents, differentiable=differentiable)
 
 

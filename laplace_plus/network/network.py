@@ -38,8 +38,8 @@ _TOGETHER = 16
 
 M = TypeVar("M", bound=Callable[..., Any])
 
-_AMBIENT: ContextVar[tuple[bool, torch.dtype] | None] = ContextVar("ambient_autocast", default=None)
-"""The caller's autocast while a public method runs; None outside."""
+AMBIENT: ContextVar[tuple[bool, torch.dtype] | None] = ContextVar("ambient_autocast", default=None)
+"""Whether autocast is on for the caller of the public method that runs, and its type; None outside."""
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
 
     Only the network's own forward pass runs under the caller's autocast. Nested calls do nothing.
     """
-    if _AMBIENT.get() is not None:
+    if AMBIENT.get() is not None:
         yield
         return
     kind = network.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     low = dtype if enabled else network.tensor(network.parameter_names[0]).dtype
-    token, products = _AMBIENT.set((enabled, dtype)), checks.PRODUCTS.get()
+    token, products = AMBIENT.set((enabled, dtype)), checks.PRODUCTS.get()
     checks.PRODUCTS.set(torch.finfo(low).eps if low.itemsize == 2 else 0.0)  # noqa: PLR2004
     no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
     plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -63,7 +63,7 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
             yield
     finally:
         checks.PRODUCTS.set(products)
-        _AMBIENT.reset(token)
+        AMBIENT.reset(token)
 
 
 def full_precision(method: M) -> M:
@@ -77,11 +77,6 @@ def full_precision(method: M) -> M:
             return method(self, *args, **keywords)
 
     return cast(M, wrapped)
-
-
-def ambient_autocast() -> tuple[bool, torch.dtype] | None:
-    """Whether autocast was on for the caller of the public method that runs, and its type; None outside."""
-    return _AMBIENT.get()
 
 
 class Held(NamedTuple):
@@ -249,7 +244,7 @@ class Network:
                 apart[id(own), key] = value
             else:
                 tensors[id(own[key])] = value
-        enabled, dtype = _AMBIENT.get() or (False, torch.bfloat16)
+        enabled, dtype = AMBIENT.get() or (False, torch.bfloat16)
         watch = nullcontext() if self._is_followed else _OwnTensors(self.held)
         try:
             # Nothing is compiled before torch._dynamo is imported, which takes a second.

@@ -104,18 +104,16 @@ class Shadow:
 
     def parameter(self, parameter: Tensor) -> Tensor:
         """What stands for a parameter; frozen ones of a class of their own (quantised ones) stay as they are."""
-        found = self.tensors.get(id(parameter))
-        if found is None:
+        if id(parameter) not in self.tensors:
             is_plain = parameter.requires_grad or type(parameter) is nn.Parameter
-            found = self.tensors[id(parameter)] = parameter.detach() if is_plain else parameter
-        return found
+            self.tensors[id(parameter)] = parameter.detach() if is_plain else parameter
+        return self.tensors[id(parameter)]
 
     def buffer(self, buffer: Tensor, writes: bool) -> Tensor:
         """What stands for a buffer."""
-        found = self.tensors.get(id(buffer))
-        if found is None:
-            found = self.tensors[id(buffer)] = buffer.clone() if writes else buffer
-        return found
+        if id(buffer) not in self.tensors:
+            self.tensors[id(buffer)] = buffer.clone() if writes else buffer
+        return self.tensors[id(buffer)]
 
     def mapped(self, value: Any) -> Any:
         """A value of an attribute with every reference to the user's modules and parameters mapped."""
@@ -139,11 +137,9 @@ class Shadow:
 
     def _is_connected(self, module: nn.Module) -> bool:
         """Whether a module is one of the model's, or has any of its modules or tensors within."""
-        if id(module) in self.known:
+        if id(module) in self.known or not self.known.isdisjoint(map(id, module.modules())):
             return True
-        if any(id(tensor) in self.tensors for tensor in module.parameters()):
-            return True
-        return not self.known.isdisjoint(map(id, module.modules()))
+        return not self.tensors.keys().isdisjoint(map(id, module.parameters()))
 
     def _container(self, value: Any) -> Any:
         kind: Any = type(value)
@@ -167,11 +163,11 @@ class Shadow:
         if id(function) in self.made or (function.__module__ or "").startswith("torch."):
             return self.made.get(id(function), function)
         self.made[id(function)] = function  # of a function that refers to itself
-        used = _names(function.__code__) & function.__globals__.keys()
-        before = {
-            name: function.__globals__[name] for name in used if type(function.__globals__[name]) not in _CONTAINERS
-        }
-        variables = {name: own for name, value in before.items() if (own := self._variable(value)) is not value}
+        variables = {}
+        for name in _names(function.__code__) & function.__globals__.keys():
+            value = function.__globals__[name]
+            if type(value) not in _CONTAINERS and (own := self._variable(value)) is not value:
+                variables[name] = own
         cells = []
         for cell in function.__closure__ or ():
             content = None

@@ -24,7 +24,7 @@ from laplace_plus.curvature.structures import Curvature
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import iterate
-from laplace_plus.network.network import Network, ambient_autocast
+from laplace_plus.network.network import AMBIENT, Network
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import Block, Factor
 from laplace_plus.structured.layout import Layout, Places
@@ -276,7 +276,7 @@ class FittedData:
         gradient = likelihood.gradient(flat, targets) * weight[:, None]
         self._slope += float((gradient * flat).abs().sum())
         self._square += float(flat.square().sum())
-        enabled, dtype = ambient_autocast() or (False, outputs.dtype)
+        enabled, dtype = AMBIENT.get() or (False, outputs.dtype)
         dtypes = (outputs.dtype, self._network.dtype, *([dtype] if enabled else []))
         self._epsilon = max(self._epsilon, *(torch.finfo(one).eps for one in dtypes))
         counted = float(weight.sum())
