@@ -358,33 +358,32 @@ class Capture:
             self.order = order
         self.pointwise, self.graph_outputs = True, outputs
 
-    def gradients(self, cotangents: Tensor, calls: Sequence[Call] | None = None) -> list[Tensor]:
-        """Gradients ``[V, *output shape]`` with respect to calls' outputs, for cotangents ``[V, B, *, C]``."""
-        calls = self.calls if calls is None else calls
-        if self.pointwise:
+    def gradients(self, cotangents: Tensor, calls: Sequence[Call] | None = None, leaves: Sequence[Tensor] = ()) -> Any:
+        """Gradients ``[V, …]`` with respect to calls' outputs, and then leaves, for cotangents ``[V, B, *, C]``.
+
+        Zeros for calls that none reaches, and None for leaves. UnsupportedError if an operation on the way has no
+        derivative, and would pass on zeros.
+        """
+        calls, found = self.calls if calls is None else calls, list[Any]()
+        if self.pointwise and calls:  # no backward pass to the only call
             rows = cotangents if self.order is None else cotangents[:, self.order.argsort()]
             lead, axis = [*self.calls[0].output_shape], self.calls[0].feature_axis
             del lead[axis]
-            return [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))]
-        found = []
-        for call, own in zip(calls, self.pull(cotangents, list(map(_EDGE, calls))), strict=True):
-            if own is None:
-                own = torch.zeros(len(cotangents), *call.output_shape, **call.output_like)
-            found.append(own)
-        return found
+            found, calls = [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))], ()
+        places = [*map(_EDGE, calls), *leaves]
+        if places and self.graph_outputs.requires_grad:
+            pulled = self._pulled(cotangents.to(self.graph_outputs.dtype), places)
+        else:
+            pulled = [None] * len(places)
+        for number, call in enumerate(calls):
+            if pulled[number] is None:
+                pulled[number] = torch.zeros(len(cotangents), *call.output_shape, **call.output_like)
+        return found + pulled
 
-    def pull(self, cotangents: Tensor, places: Sequence[Any]) -> list[Tensor | None]:
-        """Gradients ``[V, …]`` with respect to tensors or places of the graph, for cotangents ``[V, B, *, C]``.
-
-        None for those that none reaches. UnsupportedError if an operation on the way has no derivative, and would pass
-        on zeros.
-        """
-        if not self.graph_outputs.requires_grad or not places:
-            return [None] * len(places)
+    def _pulled(self, cotangents: Tensor, places: list[Any]) -> list[Any]:
         options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
         options["retain_graph"] = len(cotangents) > 1 or not self.frees
         backward: Any = partial(torch.autograd.grad, self.graph_outputs, places, **options)
-        cotangents = cotangents.to(self.graph_outputs.dtype)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_QUIET)
@@ -401,7 +400,7 @@ class Capture:
                 got=f"{operation!r} behind some of them",
                 fix='Select only parameters behind it, such as parameters="last_layer".',
             ) from warning
-        found: list[Tensor | None] = []
+        found = list[Any]()
         for own in rows:
             found.append(None if own[0] is None else torch.stack(own) if len(own) > 1 else own[0][None])
         return found
@@ -451,7 +450,7 @@ def capture_batch(network: Network, batch: Batch) -> Capture:
         elif network.reached.get(left[0]):
             break
         else:
-            answers = capture.pull(generic(capture.graph_outputs)[None], list(capture.leaves.values()))
+            answers = capture.gradients(generic(capture.graph_outputs)[None], (), [*capture.leaves.values()])
             is_reached = any(gradient is not None for gradient in answers)
             known = dict.fromkeys(capture.leaves, True) if is_reached else _reached(network, batch.inputs, order)
             network.reached.update(known)

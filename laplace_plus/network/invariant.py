@@ -28,7 +28,7 @@ from laplace_plus.structured.gradients import ExampleGradients, OuterGradients
 Rows = ExampleAxis | Tensor | None
 """Which example each row of a call's output belongs to: an axis, an order of axis 0, or None for no single one."""
 
-_NAME, _EDGE = attrgetter("name"), attrgetter("edge")
+_NAME = attrgetter("name")
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 
@@ -83,9 +83,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     weights = weights.to(outputs.device, torch.float64 if outputs.dtype == torch.float64 else torch.float32)
     weighted = cotangent * weights.to(outputs.dtype).view(-1, *[1] * (outputs.ndim - 1))
     before = capture.gradients(cotangent[None])
-    edges = [] if capture.pointwise else list(map(_EDGE, capture.calls))
-    pulled: list[Any] = capture.pull(weighted[None], [*edges, *capture.leaves.values()])
-    after: list[Any] = capture.gradients(weighted[None]) if capture.pointwise else pulled[: len(edges)]
+    after = capture.gradients(weighted[None], leaves=[*capture.leaves.values()])
     # How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute.
     dtypes = {outputs.dtype}
     for call in capture.calls:
@@ -99,8 +97,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     rows: list[Rows] = []
     parts: list[str] = []
     costly = set[str]()
-    for number, (call, first) in enumerate(zip(capture.calls, before, strict=True)):
-        after[number] = second = torch.zeros_like(first) if after[number] is None else after[number]
+    for call, first, second in zip(capture.calls, before, after, strict=False):
         is_known = capture.pointwise or not is_finite
         rows.append(FIRST if is_known else _rows(call, first.detach()[0], second.detach()[0], weights, rounding))
         parts += map(_NAME, call.rows)
@@ -108,7 +105,7 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         if rows[-1] is None:
             costly.add(call.rows[0].name)
     plain, unreached = dict[str, Tensor](), set[str]()
-    for (name, leaf), gradient in zip(capture.leaves.items(), pulled[len(edges) :], strict=True):
+    for (name, leaf), gradient in zip(capture.leaves.items(), after[len(before) :], strict=True):
         if gradient is None:
             unreached.add(name)
         plain[name] = torch.zeros_like(leaf) if gradient is None else gradient[0]
