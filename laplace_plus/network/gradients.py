@@ -50,14 +50,10 @@ class _Plan:
 
 
 class Gradients:
-    """Per-example gradients for the batch behind a capture.
+    """Per-example gradients for the batch behind a capture; the layers' ``layouts`` cover every selected entry once."""
 
-    ``layouts`` are those of the layers, which together cover every selected entry once; ``structure_layouts`` are the
-    blocks, where they may be others.
-    """
-
-    def __init__(self, network: Network, capture: Capture, structure_layouts: Sequence[Layout] | None = None):
-        self.network, self.capture, self._structure_layouts = network, capture, structure_layouts or ()
+    def __init__(self, network: Network, capture: Capture):
+        self.network, self.capture = network, capture
         found = examined(network, capture)
         self._rows = found.rows
         if found.plans is None:
@@ -73,15 +69,12 @@ class Gradients:
                 for member in plan.members:
                     (self._apart if self._rows[member] is None else self._joint)[member] = capture.calls[member]
 
-    def blocks(
-        self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
-    ) -> Iterator[tuple[Layout, ExampleGradients]]:
-        """Each block's gradients for cotangents ``[V, B, *, C]``; by default the structure's blocks, or the layers'.
+    def blocks(self, cotangents: Tensor, layouts: Sequence[Layout] = ()) -> Iterator[tuple[Layout, ExampleGradients]]:
+        """Each block's gradients for cotangents ``[V, B, *, C]``: of a structure's layouts, or by default the layers'.
 
         Blocks of which only some entries are selected come as ``[1, 1, n]`` matrices of those. Blocks that the batch
         does not use are left out.
         """
-        layouts = self._structure_layouts if layouts is None else layouts
         if not set(map(_KEY, layouts)).issubset(map(_KEY, self.layouts)):
             yield from self._regrouped(cotangents, layouts)
             return
@@ -122,12 +115,12 @@ class Gradients:
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
-        parts = [(gradients, layout.places) for layout, gradients in self.blocks(cotangents, ())]
+        parts = [(gradients, layout.places) for layout, gradients in self.blocks(cotangents)]
         return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
     def _regrouped(self, cotangents: Tensor, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ExampleGradients]]:
         """The gradients of blocks that take entries from several layers, or order them differently."""
-        layers = {layout.key: (layout, gradients) for layout, gradients in self.blocks(cotangents, ())}
+        layers = {layout.key: (layout, gradients) for layout, gradients in self.blocks(cotangents)}
         for layout in layouts:
             if layout.key in layers:
                 yield layout, layers[layout.key][1]
@@ -216,9 +209,9 @@ def _sum(uses: list[Any]) -> ExampleGradients:
     return DenseGradients(torch.stack([use.dense(slice(None)) for use in uses]).sum(0))
 
 
-def batch_gradients(network: Network, batch: Batch, layouts: Sequence[Layout] | None = None) -> Gradients:
+def batch_gradients(network: Network, batch: Batch) -> Gradients:
     """A batch's per-example gradients."""
-    return Gradients(network, capture_batch(network, batch), layouts)
+    return Gradients(network, capture_batch(network, batch))
 
 
 def settle(network: Network, inputs: Any) -> None:

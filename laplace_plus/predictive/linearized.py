@@ -84,7 +84,7 @@ def functional_posteriors(
     outputs: Outputs = None,
     differentiable: bool = False,
     expected_outputs: int | None = None,
-    layouts: Sequence[Layout] | None = None,
+    layouts: Sequence[Layout] = (),
     apart: bool = True,
 ) -> list[FunctionalPosterior]:
     """Functional posteriors under several covariances, e.g. for a grid of prior precisions, from one Jacobian pass.
@@ -108,7 +108,7 @@ def functional_posteriors(
     elif outputs is not None:
         chosen = output_indices(outputs, shape).to(mean.device)
         picked = picked.gather(-1, chosen.expand(*shape[:-1], -1))
-    gradients = Gradients(network, capture, layouts)
+    gradients = Gradients(network, capture)
     head = None
     if capture.pointwise and WHOLE not in factor_sets[0]:
         every = torch.arange(shape[-1], device=mean.device) if chosen is None else chosen
@@ -124,7 +124,7 @@ def functional_posteriors(
             found = _by_parts(network, factor_sets, capture.inputs, picked, parts, chosen, again)
             if found is not None:
                 return found
-        covariances = _of_cotangents(gradients, mean, chosen, centre, factor_sets, mode)
+        covariances = _of_cotangents(gradients, layouts, mean, chosen, centre, factor_sets, mode)
     final = (*picked.shape, *picked.shape) if joint else picked.shape if mode == "diagonal" else (*picked.shape, -1)
     results = []
     for covariance in covariances:
@@ -177,6 +177,7 @@ def _of_head(
 
 def _of_cotangents(
     gradients: Gradients,
+    layouts: Sequence[Layout],
     outputs: Tensor,
     chosen: Tensor | None,
     centre: Tensor | None,
@@ -206,7 +207,7 @@ def _of_cotangents(
             units = units.clone()
             units[rows, :, position] -= centre.reshape(n, n_positions, size)[:, position].transpose(0, 1)
         cotangents = units.reshape(len(which), *outputs.shape)
-        stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
+        stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents, layouts)
         chunks.append(_quadratic_forms(stacks, factor_sets, mode, each if mode == "full" else None))
     return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
 

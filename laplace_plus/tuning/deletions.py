@@ -218,7 +218,7 @@ def factor_covariances(
     factor_sets: Sequence[Mapping[str, Factor]],
     unit: Unit,
     n_outputs: int,
-    layouts: Sequence[Layout] | None = None,
+    layouts: Sequence[Layout] = (),
 ) -> Covariances:
     """Covariances from factorised posterior precisions, one set of factors for each posterior."""
     options: dict[str, Any] = {"expected_outputs": n_outputs, "layouts": layouts}

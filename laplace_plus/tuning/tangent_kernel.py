@@ -91,7 +91,7 @@ def output_gradients(network: Network, inputs: Any, chosen: Tensor) -> tuple[Out
         own = ((number >= some.start) & (number < some.stop)).nonzero().squeeze(-1)
         at = number[own] - some.start, chosen[own] // size  # cotangents and examples
         blocks, line = {}, torch.zeros(len(own), dtype=torch.float64, device=outputs.device)
-        for layout, layer in gradients.blocks(one_hot[some].expand(-1, n, *outputs.shape[1:]), ()):
+        for layout, layer in gradients.blocks(one_hot[some].expand(-1, n, *outputs.shape[1:])):
             wide = layer.in_dtype(torch.float64)
             line += wide.project(layout.places.gather(vector).double())[..., 0][at]
             blocks[layout.key] = _factors(wide, *at)
