@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -109,6 +109,7 @@ class ABNN(Posterior):
 
     default_method = "sampled"
     members = of_state("members", "γ and β of the fine-tuned members, ``[M, P]``.")
+    fine_tuned = of_state("fine_tuned", "Whether γ and β are the members', or the network's own.", bool)
     noise_scale = of_state(
         "noise_scale",
         "The present α: ``scale``, or what :meth:`fit` or a tuning made of it.",
@@ -218,14 +219,9 @@ class ABNN(Posterior):
     # -- what it found, and what is tuned ------------------------------------------------------------------------------
 
     @property
-    def fine_tuned(self) -> bool:
-        """Whether γ and β are the members', or the network's own."""
-        return self.state.fine_tuned
-
-    @fine_tuned.setter
-    def fine_tuned(self, value: bool) -> None:
-        mean = self.members.mean(0) if value else self.network.vector()
-        self.set_state(replace(self.state, fine_tuned=value, mean=mean))
+    def mean(self) -> Tensor:
+        """The posterior mean ``[P]``: that of the members, or the network's own γ and β."""
+        return self.members.mean(0) if self.fine_tuned else self.network.vector()
 
     def tunables(self) -> dict[str, Sequence[Any]]:
         """α, and whose γ and β, take the place of a prior precision."""

@@ -104,7 +104,8 @@ class GaussianPosterior(Posterior):
                     fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
                     raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
             is_zero = is_zero and may_be_zero and block.is_zero()  # which may decompose it
-        require_influence(self, not is_zero)
+        if is_zero:
+            require_influence(self, False)
         return state
 
     def _added(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Curvature, LowRankStructure, Structure, curvature_operator
+from laplace_plus.curvature import Curvature, LowRankStructure, curvature_operator
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -111,18 +111,11 @@ class LowRank(GaussianPosterior):
 
     @override
     def _added(
-        self,
-        data: Iterable[Any],
-        earlier: GaussianState | None,
-        *,
-        progress: bool,
-        generator: torch.Generator | None,
-        reduce: Reduce | None = None,
-        accumulate: Any = None,
+        self, data: Iterable[Any], earlier: GaussianState | None, *, reduce: Reduce | None = None, **options: Any
     ) -> tuple[GaussianState, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         require_one_noise(self)
-        options: dict[str, Any] = {"progress": progress, "generator": generator}
+        generator = options["generator"]
         state, seen = super()._added(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
         own = curvature_operator(self.backend, self.network, self.likelihood, data, **options) if seen else None
         with torch.no_grad():
@@ -173,13 +166,7 @@ class _OverRanks(Operator):
 
 
 def _outputs_alone(
-    total: Curvature | None,
-    network: Network,
-    likelihood: Likelihood,
-    batch: Batch,
-    structure: Structure,
-    *,
-    generator: torch.Generator | None,
+    total: Any, network: Network, likelihood: Likelihood, batch: Batch, structure: Any, **options: Any
 ) -> tuple[Curvature, Tensor]:
     """A batch's outputs without a curvature; the first batch settles which layer is the last one."""
     settle(network, batch.inputs)

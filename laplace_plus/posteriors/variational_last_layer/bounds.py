@@ -192,7 +192,7 @@ def expected_log_density(
 
 
 class Bound(NamedTuple):
-    """The bound of rows, features ``[n, D]`` with targets and weights ``[n]``, at ``μ [C, D]``, α and T.
+    """A posterior's bound of rows, features ``[n, D]`` with targets and weights ``[n]``, at ``μ [C, D]`` and α.
 
     Without a precision, α is ``C·D / Σ (‖m_k − μ_k‖² + tr S_k)``, the best one.
     """
@@ -200,13 +200,9 @@ class Bound(NamedTuple):
     features: Tensor
     targets: Tensor
     shares: Tensor
-    likelihood: Likelihood
-    kind: str
+    posterior: Any
     prior_mean: Tensor
     precision: Tensor | None
-    temperature: float
-    n_samples: int
-    keeps_mean: bool
     seed: int
 
     def best_precision(self, q: Gaussians) -> Tensor:
@@ -220,20 +216,20 @@ class Bound(NamedTuple):
 
     def expected(self, q: Gaussians, first: int, features: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
         """``1/T Σ w E_q[log p]`` over rows, of which ``first`` is the number of the first, 0-d."""
-        noise, mean = None, features @ q.mean.mT
-        if self.kind == "mc":
+        posterior, noise, mean = self.posterior, None, features @ q.mean.mT
+        if posterior.bound == "mc":
             generator = torch.Generator(mean.device).manual_seed((self.seed + first) % 2**63)
-            noise = standard_normal((self.n_samples // 2, *mean.shape), like=mean, generator=generator)
+            noise = standard_normal((posterior.n_samples // 2, *mean.shape), like=mean, generator=generator)
         variance = q.pushed(features).square().sum(-1).mT
-        found = expected_log_density(self.likelihood, self.kind, mean, variance, targets, noise)
-        return shares @ found / self.temperature
+        found = expected_log_density(posterior.likelihood, posterior.bound, mean, variance, targets, noise)
+        return shares @ found / float(posterior.temperature)
 
     def value(self, gaussians: Callable[[], Gaussians], slope: bool = False) -> float:
         """``L`` in nats; with ``slope``, the gradient of −L goes to the leaves. One chunk's graph exists at a time."""
         with torch.set_grad_enabled(slope):
             rest = -self.divergence(q := gaussians())
             _ = slope and (-rest).backward()
-            total, each = float(rest.detach()), 32 * len(q.mean) * (q.mean.shape[1] + 20 + self.n_samples)
+            total, each = float(rest.detach()), 32 * len(q.mean) * (q.mean.shape[1] + 20 + self.posterior.n_samples)
             rows = max(1, _CHUNK_BYTES // each)
             parts = self.features.split(rows), self.targets.split(rows), self.shares.split(rows)
             for number, part in enumerate(zip(*parts, strict=True)):
@@ -246,7 +242,7 @@ class Bound(NamedTuple):
         """Gaussians, their bound, which is never below that of the start, and whether the search converged."""
 
         def value(at: list[Tensor], slope: bool = False) -> float:
-            return self.value(lambda: start.moved(at[0] * (not self.keeps_mean), *at[1:]), slope)
+            return self.value(lambda: start.moved(at[0] * (not self.posterior.keeps_mean), *at[1:]), slope)
 
         zeros = [torch.zeros_like(one) for one in (start.mean, start.mean, start.root)]
         found, converged = climb(value, zeros, iterations, progress)

@@ -125,7 +125,7 @@ class VariationalLastLayer(Posterior):
         if (covariance, bound) != ("dense", None) if exact else noise == "student_t" or n_samples % 2:
             what, expected = "These options do not fit the likelihood, or n_samples is odd.", "those of the docstring"
             raise ConfigurationError(what, expected=expected, got=str(self.options))
-        self._kind = "" if exact else resolve_bound(self.likelihood, bound)
+        self.bound = "" if exact else resolve_bound(self.likelihood, bound)
 
     # -- the fit -------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class VariationalLastLayer(Posterior):
             self.set_state(state)
             self.require_fit()  # Student-t noise may have no variance
             return state
-        state = replace(state, seed=draw_seed(generator) if self._kind == "mc" else 0)
+        state = replace(state, seed=draw_seed(generator) if self.bound == "mc" else 0)
         alpha = self._prior_precision.detach().to(curvature)
         start = Gaussians.laplace(_weights(state.mean, state.index), curvature / float(self._temperature), alpha)
         return _at(state, self._bound(state, rows, alpha).maximise(start, self.max_iterations, progress)[0])
@@ -188,9 +188,11 @@ class VariationalLastLayer(Posterior):
         return torch.stack([(own * features).mT @ features for own in columns])
 
     def _bound(self, state: LastLayer, rows: tuple[Tensor, Tensor, Tensor], alpha: Tensor | None) -> Bound:
-        prior_mean, heat = _weights(self._prior_mean.expand(self.n_parameters), state.index), float(self._temperature)
-        keeps, seed = self.keeps_mean, state.seed
-        return Bound(*rows, self.likelihood, self._kind, prior_mean, alpha, heat, self.n_samples, keeps, seed)
+        return Bound(*rows, self, self._prior_weights(state), alpha, state.seed)
+
+    def _prior_weights(self, state: LastLayer) -> Tensor:
+        """``μ [C, D]``."""
+        return _weights(self._prior_mean.expand(self.n_parameters), state.index)
 
     # -- the Gaussians -------------------------------------------------------------------------------------------------
 
@@ -211,7 +213,7 @@ class VariationalLastLayer(Posterior):
 
     def _solution(self, alpha: Tensor | None = None, noise: Tensor | None = None) -> Solution:
         """The exact posterior of regression, at the present hyperparameters in place of those that are not given."""
-        sums, mean = self.state.sums, _weights(self._prior_mean.expand(self.n_parameters), self.state.index)
+        sums, mean = self.state.sums, self._prior_weights(self.state)
         alpha = (self._prior_precision.detach() if alpha is None else alpha).to(sums.values)
         noise = self.noise_std if noise is None else noise
         return sums.solve(alpha, noise, mean, float(self._temperature), self.noise_shape, self.keeps_mean)
