@@ -71,9 +71,7 @@ class EmbeddingGradients(ExampleGradients):
 
     @override
     def in_basis(self, left: Any, right: Any) -> ExampleGradients:
-        if right is not None:  # the columns' rows of R
-            return OuterGradients(right[0][self.index][:, :, None], self.raw_left.to(right.dtype)).in_basis(left, None)
-        if left is None:
+        if left is None or right is not None:
             return super().in_basis(left, right)
         return replace(self, left=self.left.to(self.dtype) @ left.to(self.dtype)[0])
 
