@@ -24,6 +24,7 @@ def run(file: str, cache: Path, *options: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_in_the_interpreter(tmp_path: Path) -> None:
     quiet = "-Wignore:Conversion of an array:DeprecationWarning"  # Triton 3.2's interpreter with NumPy 1.25 or newer
     run("triton_checks.py", tmp_path, quiet, TRITON_INTERPRET="1")
