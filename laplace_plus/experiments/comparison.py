@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -80,19 +80,6 @@ class Regressed:
 
 
 @dataclass(frozen=True)
-class Data:
-    """The batches of one comparison: ``train`` also for tuning without validation, ``test`` for the scores alone.
-
-    ``validation`` are held out for tuning by validation. On ``out_of_distribution`` predictions should be uncertain.
-    """
-
-    train: Iterable[Any]
-    test: Iterable[Any]
-    validation: Iterable[Any] | None = None
-    out_of_distribution: Iterable[Any] | None = None
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The results of one method: predictions on the test data, scores by metric, and seconds to fit, tune and predict.
 
@@ -110,7 +97,7 @@ class Outcome:
 def compare(
     model: nn.Module,
     likelihood: Likelihood,
-    data: Data,
+    data: Mapping[str, Iterable[Any]],
     posteriors: list[PosteriorSettings],
     *,
     seed: int,
@@ -118,6 +105,9 @@ def compare(
     progress: bool = False,
 ) -> dict[str, Outcome]:
     """Fit, tune and score each posterior, and score the network itself, `MAP`, which comes first.
+
+    Of the batches in ``data``, ``train`` serve for fits and tuning, ``test`` for the scores alone, ``validation`` for
+    tuning by validation; on those ``out_of_distribution`` predictions should be uncertain. The last two may be missing.
 
     If the likelihood has a noise level (`Gaussian`), the network itself is scored with the level that tuning of the
     first posterior found. The two then differ only in what the weights' uncertainty adds. The seed is that of all
@@ -131,11 +121,11 @@ def compare(
     def outcome(settings: PosteriorSettings) -> Outcome:
         posterior = settings.posterior_class(model, likelihood, **settings.options)
         times = [time.perf_counter()]
-        posterior.fit(data.train, progress=progress, generator=generator())
+        posterior.fit(data["train"], progress=progress, generator=generator())
         times.append(time.perf_counter())
         if settings.tune is not None:
             uses_validation = "validation" in (settings.tune.get("method"), settings.tune.get("tuner"))
-            keywords = {**settings.tune, **({"data": data.validation} if uses_validation else {})}
+            keywords = {**settings.tune, **({"data": data.get("validation")} if uses_validation else {})}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NoGainWarning)  # the report shows whether there was a gain
                 posterior.fit_prior_precision(**keywords)
@@ -152,10 +142,10 @@ def compare(
 
     def score(predict: Predict, label: str, likelihood: Likelihood) -> Outcome:
         started = time.perf_counter()
-        predictions = gather(predict, likelihood, iterate(data.test, description=f"predict ({label})"))
+        predictions = gather(predict, likelihood, iterate(data["test"], description=f"predict ({label})"))
         seconds, scores = {"predict": time.perf_counter() - started}, predictions.scores()
-        if data.out_of_distribution is not None:
-            shifted = iterate(data.out_of_distribution, description=f"predict out of distribution ({label})")
+        if "out_of_distribution" in data:
+            shifted = iterate(data["out_of_distribution"], description=f"predict out of distribution ({label})")
             uncertainties = gather_uncertainties(predict, likelihood, shifted)
             scores["ood_auroc"] = float(metrics.ood_auroc(predictions.uncertainty(), uncertainties))
         return Outcome(predictions, scores, seconds)

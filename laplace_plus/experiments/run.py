@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from laplace_plus._version import __version__
 from laplace_plus.applications import plotting
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.comparison import POINT, Classified, Data, Outcome, compare
+from laplace_plus.experiments.comparison import POINT, Classified, Outcome, compare
 from laplace_plus.experiments.digits import load_digits, train_network
 from laplace_plus.experiments.settings import (
     ModelSettings,
@@ -69,7 +69,7 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
             before = time.perf_counter()
             model = train_network(digits, settings.training, seed=seed, **options)
             train_seconds.append(time.perf_counter() - before)
-            data = Data(**{name: DataLoader(split, batch_size=256) for name, split in digits.items()})
+            data = {name: DataLoader(split, batch_size=256) for name, split in digits.items()}
             repeats.append(compare(model, Categorical(), data, posteriors, seed=seed, **options))
             if seed == 0:  # at once: further seeds may be interrupted
                 save_file(model.state_dict(), output / "model.safetensors")
@@ -101,10 +101,11 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         name = settings.likelihood
         likelihood = resolve_likelihood(make(name, {}) if ":" in name else name)
         model = trained_model(settings)
-        keys = {"train": "train", "test": "test", "validation": "validation", "out_of_distribution": "ood"}
-        names = {part: getattr(settings, f"{key}_data") for part, key in keys.items()}
-        keywords = {part: getattr(settings, f"{key}_data_kwargs") for part, key in keys.items()}
-        data = Data(**{part: make(name, keywords[part]) for part, name in names.items() if name is not None})
+        data = {}
+        for key in ("train", "test", "validation", "ood"):
+            if (source := getattr(settings, f"{key}_data")) is not None:
+                part = "out_of_distribution" if key == "ood" else key
+                data[part] = make(source, getattr(settings, f"{key}_data_kwargs"))
         options: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "progress": progress}
         outcomes = compare(model, likelihood, data, posteriors, **options)
     save_posteriors(Path(settings.output), outcomes, say=say)
@@ -119,20 +120,17 @@ def trained_model(settings: ModelSettings) -> nn.Module:
         what = f"{settings.model} returned no network."
         raise ConfigurationError(what, expected="a torch.nn.Module", got=type(model).__name__)
     if settings.checkpoint is not None:
-        _load_weights(model, Path(settings.checkpoint))
-    return model.to(settings.device)
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    try:
+        path = Path(settings.checkpoint)
         is_safe = path.suffix == ".safetensors"
-        weights = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        # torch's own message tells how to unpickle the file anyway, which must not be offered.
-        what, expected = "The checkpoint cannot be read.", "a state dict, of safetensors or of torch.save"
-        got = str(path) if path.is_file() else f"no file at {path}"
-        raise ConfigurationError(what, expected=expected, got=got) from error
-    model.load_state_dict(weights)
+        try:
+            weights = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+            # torch's own message tells how to unpickle the file anyway, which must not be offered.
+            what, expected = "The checkpoint cannot be read.", "a state dict, of safetensors or of torch.save"
+            got = str(path) if path.is_file() else f"no file at {path}"
+            raise ConfigurationError(what, expected=expected, got=got) from error
+        model.load_state_dict(weights)
+    return model.to(settings.device)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from laplace_plus import checks
 from laplace_plus.applications.uses.conditioning import Joint, Large, iterate_, parts
 from laplace_plus.applications.uses.continual import require_gaussian
 from laplace_plus.errors import DataError, SelectionError, UnsupportedError
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.network.selection import Selected, refine, select, tied_names
 from laplace_plus.posteriors import GaussianPosterior
@@ -156,11 +157,18 @@ def prune(
                 raise UnsupportedError(what, expected="channels or neurons", got=repr(posterior), fix=fix)
             order = order[: int(torch.cat([change.new_zeros(1), change.cumsum(0)]).argmax())]
 
-        def increase(n: int) -> float:
-            vector = units.pruned(rank, n, compensate=compensate)
-            return math.nan if data is None else _loss(posterior, data, vector, progress) - before
+        network, likelihood = posterior.network, posterior.likelihood
+        loss = None
+        if data is not None:
+            loss = LossLandscape(network, likelihood, data, prior_precision=0.0, progress=progress)
 
-        before = math.nan if data is None else _loss(posterior, data, units.vector, progress)
+        def mean_loss(vector: Tensor) -> float:
+            return math.nan if loss is None else float(loss.value(vector[None])) / loss.n_data
+
+        def increase(n: int) -> float:
+            return mean_loss(units.pruned(rank, n, compensate=compensate)) - before
+
+        before = mean_loss(units.vector)
         n, grown = len(order), increase(len(order))
         if max_loss_increase is not None and not grown <= cap:  # also for a loss that is not finite
             few, grown = 0, 0.0
@@ -306,18 +314,6 @@ def _check(posterior: Any, criterion: str) -> None:
     if odd:
         what, expected = "These parameters cannot be pruned.", "whole tensors that the network multiplies by"
         raise UnsupportedError(what, expected=expected, got=", ".join(odd[:4]))
-
-
-def _loss(posterior: GaussianPosterior, data: Iterable[Any], vector: Tensor, progress: bool) -> float:
-    """Mean negative log-likelihood of an example, in nats."""
-    network, statistics, count = posterior.network, [], 0
-    parameters = network.substitute(vector)
-    for batch in posterior.batches(data, progress=progress, description="Pruning: loss"):
-        outputs = network(batch.inputs, parameters)
-        posterior.likelihood.validate(outputs, batch.target)
-        statistics.append(posterior.likelihood.statistics(outputs, batch.target).double().cpu())
-        count += len(outputs)
-    return -float(posterior.likelihood.log_likelihood(torch.stack(statistics).sum(0))) / count
 
 
 def _state(posterior: GaussianPosterior, vector: Tensor) -> dict[str, Tensor]:
