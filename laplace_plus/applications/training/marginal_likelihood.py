@@ -220,9 +220,8 @@ def train_marginal_likelihood(
     checks.count("hyper_steps", 1 if hyper_steps is None else hyper_steps)
     checks.positive("hyper_lr", hyper_lr)
     factory = get_posterior(posterior) if isinstance(posterior, str) else posterior
-    shared: dict[str, Any] = {"prior_precision": 1.0, "prior_mean": prior_mean, "temperature": temperature}
-    shared |= {} if backend is None else {"backend": backend}
-    own = factory(model, resolved, **shared)
+    given = {} if backend is None else {"backend": backend}
+    own = factory(model, resolved, prior_precision=1.0, prior_mean=prior_mean, temperature=temperature, **given)
     require_gaussian(own)
     loop = Loop(
         model,
@@ -273,20 +272,18 @@ def train_marginal_likelihood(
         last, kept = run.state(), run.kept
         if run.best is not None:
             put_back(own.network.model, run.best)
-        noise = kept["noise_std"]
-        found = factory(model, resolved if noise is None else resolved.with_noise(noise), **shared)
-        found.fit(curved, generator=generator)
-        if groups is not None:
-            found.prior_groups = groups
-        found.prior_precision = kept["prior_precision"]
+        if kept["noise_std"] is not None:
+            own.noise_std = kept["noise_std"]
+        own.fit(curved, generator=generator)
+        own.prior_precision = kept["prior_precision"]
     return MarginalLikelihoodTraining(
         model=model,
-        posterior=found,
+        posterior=own,
         epoch=kept["epoch"],
         evidence=kept["evidence"],
         losses=tuple(loop.losses),
         updates=tuple(run.updates),
-        n_data=found.n_data,
+        n_data=own.n_data,
         state=last,
     )
 
