@@ -36,8 +36,7 @@ class LaplaceCallback(Callback):
         posterior: The class, or its name.
         data: Batches to fit to; by default the trainer's own training loader, which must not augment at random.
         network: Name of the submodule that maps inputs to outputs; by default the module's ``forward`` does.
-        generator: Source of randomness.
-        **options: Arguments of the posterior.
+        **options: Arguments of the posterior, and ``generator``, the source of randomness.
 
     Attributes:
         posterior: The fitted posterior; None before.
@@ -54,12 +53,11 @@ class LaplaceCallback(Callback):
         *,
         data: Iterable[Any] | None = None,
         network: str = "",
-        generator: torch.Generator | None = None,
         **options: Any,
     ):
         self.posterior: Posterior | None = None
         self._arguments = posterior, likelihood, options
-        self._data, self._network, self._generator = data, network, generator
+        self._data, self._network = data, network
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse several processes before they train."""
@@ -79,7 +77,7 @@ class LaplaceCallback(Callback):
             likelihood = as_trained(likelihood, **{name: getattr(losses[0], name) for name in names})
         network = pl_module.get_submodule(self._network)
         with torch.random.fork_rng():
-            self.posterior = fitted(cls, network, likelihood, data, generator=self._generator, **options)
+            self.posterior = fitted(cls, network, likelihood, data, **options)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the posterior's header and tensors."""

@@ -57,8 +57,7 @@ class LaplaceCallback(TrainerCallback):
         data: Batches to fit to; by default the trainer's own training loader.
         parameters: Those that are uncertain, ``"last_layer"`` by default.
         folder: Where in ``output_dir`` it is saved; None for nowhere.
-        generator: Source of randomness.
-        **options: Further arguments of the posterior.
+        **options: Further arguments of the posterior, and ``generator``, the source of randomness.
 
     Attributes:
         posterior: The fitted posterior; None before.
@@ -75,11 +74,10 @@ class LaplaceCallback(TrainerCallback):
         data: Iterable[Any] | None = None,
         parameters: Any = "last_layer",
         folder: str | None = "posterior",
-        generator: torch.Generator | None = None,
         **options: Any,
     ):
         self.posterior: Posterior | None = None
-        self._arguments = posterior, likelihood, {"parameters": parameters, "generator": generator, **options}
+        self._arguments = posterior, likelihood, {"parameters": parameters, **options}
         self._data, self._folder = data, folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

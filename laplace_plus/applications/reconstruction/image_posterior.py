@@ -16,6 +16,7 @@ from torch.distributions import MultivariateNormal
 from laplace_plus import checks, errors
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications.reconstruction.filters import FilterCovariance, Filters
+from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.linalg import Operator
 from laplace_plus.network.batches import call, describe, output_tensor
 from laplace_plus.network.network import Network, full_precision
@@ -256,9 +257,8 @@ class ImagePosterior:
         self.require_fit()
         checks.count("n", n)
         values, vectors = torch.linalg.eigh(self.covariance())
-        device = values.device if generator is None else generator.device
-        noise = torch.randn(n, len(values), generator=generator, device=device, dtype=values.dtype)
-        drawn = (noise.to(values) * values.clamp_min(0).sqrt()) @ vectors.mT
+        noise = standard_normal((n, len(values)), like=values, generator=generator)
+        drawn = (noise * values.clamp_min(0).sqrt()) @ vectors.mT
         return self.image + drawn.view(n, *self.image.shape).to(self.image)
 
     def _factored(

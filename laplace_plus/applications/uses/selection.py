@@ -14,6 +14,7 @@ Ash et al. (2021), "Gone fishing: neural active learning with Fisher embeddings"
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical
+from laplace_plus.likelihoods.sampling import draw_by
 from laplace_plus.network.batches import batch_size, can_be_cut, cut
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
@@ -197,9 +199,7 @@ def _spread(found: Tensor, seen: Tensor, k: int, method: str, generator: torch.G
     for count in range(k):
         open_ = distance.masked_fill(~free, -1.0)
         if method == "kmeans++" and bool((open_ > 0).any()):
-            weights = open_.clamp_min(0)
-            device = None if generator is None else generator.device
-            best = torch.multinomial(weights.to(device or weights.device), 1, generator=generator)[0].to(open_.device)
+            best = draw_by(partial(torch.multinomial, num_samples=1), open_.clamp_min(0), generator)[0]
         elif method == "lcmd":
             sizes = torch.zeros(len(seen) + count).to(distance).index_add_(0, nearest[free], distance[free])
             largest = sizes[nearest].masked_fill(~free, -1.0).max()
