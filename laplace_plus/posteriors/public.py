@@ -8,11 +8,10 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
+from laplace_plus.errors import SelectionError, UnsupportedError
 from laplace_plus.priors import as_hyperparameter
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -46,8 +45,7 @@ def recording(constructor: M, common: Callable[..., Any]) -> M:
 def positive(value: float | Tensor, name: str) -> Tensor:
     """A positive number as a tensor; :class:`ConfigurationError` for anything else."""
     tensor = as_hyperparameter(value, copy=True)
-    if tensor.ndim or not 0 < float(tensor.detach()) < torch.inf:
-        raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
+    checks.positive(name, value if tensor.ndim else float(tensor.detach()))
     return tensor
 
 

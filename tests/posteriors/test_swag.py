@@ -67,8 +67,9 @@ class TestCollected(PosteriorConformance):
 
 
 def covariance(posterior):
-    deviations = posterior._deviations()
-    return torch.diag(posterior._variance()) + deviations.T @ deviations
+    path = posterior.state.path.deviations
+    low = path.T @ path * posterior.scale / max(1, len(path) - 1)
+    return low + torch.diag(posterior.variance() - low.diagonal())
 
 
 @pytest.mark.parametrize("rank", [0, 2, 4, 20])
