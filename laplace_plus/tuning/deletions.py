@@ -21,7 +21,7 @@ would then equal the training loss, and would always look best.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -34,22 +34,15 @@ from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.likelihoods import Gaussian, Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import cut, iterate
-from laplace_plus.network.network import Network
 from laplace_plus.predictive import from_functional
 from laplace_plus.predictive.linearized import functional_posteriors
 from laplace_plus.structured import Factor
 from laplace_plus.tuning.base import Tunable
-from laplace_plus.tuning.laplace import FittedData, LaplaceModel
+from laplace_plus.tuning.laplace import FittedData
 from laplace_plus.tuning.validation import weighted_sum
 
 Leverages = Literal["own", "full", "first_order"]
 Unit = Literal["example", "position"]
-
-Covariances = Callable[[Any, Tensor], list[Tensor]]
-"""Maps a batch's inputs and outputs ``[B, *, C]`` to one ``V = J Σ Jᵀ [U, b, b]`` for each posterior.
-
-The U deletion units have b outputs each.
-"""
 
 INTERPOLATION = 0.01
 """Mean training loss in nats below which a classifier counts as interpolating: gradients at its data vanish.
@@ -121,8 +114,6 @@ class Deletions:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
     """
 
-    displacing: Covariances | None = None
-
     def __init__(
         self,
         posterior: Tunable,
@@ -141,9 +132,18 @@ class Deletions:
         self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
+        self.displacing: Mapping[str, Factor] | None = (
+            None  # of the exact Gauss-Newton matrix, with leverages below one
+        )
         if leverages == "full":
-            point = precision, self.temperature, noise_std
-            self.displacing = exact_covariances(self.model, self.network, data, point, unit)
+            backend, curvature = Native(), None
+            for batch in iterate(data, device=self.network.device, description="curvature for leave-one-out"):
+                curvature, _ = backend.accumulate(
+                    curvature, self.network, self.model.likelihood, batch, FullStructure()
+                )
+            assert curvature is not None
+            exact = replace(self.model, curvature=curvature, backend=backend)
+            self.displacing = exact.factors(exact.prior(precision).precision, self.temperature, noise_std)
 
     def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
         """Pass over the data once, with the posterior's covariance at pairs of a prior precision and a noise level.
@@ -154,7 +154,6 @@ class Deletions:
         fitted = FittedData(model, self.network, self.n_data)
         wanted = [(self.precision, self.noise_std), *points] if self.displacing is None else list(points)
         sets = model.factor_sets(wanted, self.temperature)
-        own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
         for batch in loader:
             raw = self.network.forward(batch.inputs)
@@ -178,9 +177,9 @@ class Deletions:
                 root = torch.einsum("bmcr,mn->bmcnr", root.unflatten(0, (-1, count)), eye).flatten(3).flatten(1, 2)
                 gradient = gradient.reshape(len(outputs), -1)
                 groups = [group.repeat(count) for group in groups]
-            covariances = own(batch.inputs, raw)
+            covariances = self._covariances(sets, model.curvature.layouts, batch.inputs, raw)
             if self.displacing is not None:
-                covariances = [*self.displacing(batch.inputs, raw), *covariances]
+                covariances = [*self._covariances([self.displacing], None, batch.inputs, raw), *covariances]
 
             at = self._at(root, gradient, groups, self.noise_std)
             leverages, shift, _ = leave_out(covariances[0], *at, first_order=self.leverages == "first_order")
@@ -194,6 +193,19 @@ class Deletions:
         weights = self.model.likelihood.curvature_weights(noise_std) / self.temperature.double()
         weights = weights.to(gradient)
         return root * weights.sqrt()[groups[0]], gradient * weights[groups[1]]
+
+    def _covariances(
+        self, sets: Sequence[Mapping[str, Factor]], layouts: Sequence[Layout] | None, inputs: Any, outputs: Tensor
+    ) -> list[Tensor]:
+        """``V = J Σ Jᵀ [U, b, b]`` for each set of factors, at inputs with outputs ``[B, *, C]``."""
+        size = outputs.shape[-1] if self.unit == "position" else outputs[0].numel()
+        joint = size > outputs.shape[-1]  # all outputs of a batch together; an example's own are a block of them
+        options: dict[str, Any] = {"expected_outputs": self.model.n_outputs, "layouts": layouts, "joint": joint}
+        found = [one.covariance for one in functional_posteriors(self.network, sets, inputs, **options)]
+        if not joint:
+            return [covariance.reshape(-1, size, size) for covariance in found]
+        blocks = [covariance.reshape(len(outputs), size, len(outputs), size) for covariance in found]
+        return [own.diagonal(dim1=0, dim2=2).movedim(-1, 0) for own in blocks]
 
     def check(self, largest: Sequence[Tensor]) -> None:
         """Raise :class:`NotPositiveDefiniteError` if largest leverages of some data are one or more."""
@@ -211,46 +223,6 @@ class Deletions:
                 got=f"a largest leverage of {float(values.max()):.3g}",
                 fix=fix,
             )
-
-
-def factor_covariances(
-    network: Network,
-    factor_sets: Sequence[Mapping[str, Factor]],
-    unit: Unit,
-    n_outputs: int,
-    layouts: Sequence[Layout] = (),
-) -> Covariances:
-    """Covariances from factorised posterior precisions, one set of factors for each posterior."""
-    options: dict[str, Any] = {"expected_outputs": n_outputs, "layouts": layouts}
-
-    def covariances(inputs: Any, outputs: Tensor) -> list[Tensor]:
-        if unit == "position" or outputs.shape[1:-1].numel() == 1:
-            found = functional_posteriors(network, factor_sets, inputs, **options)
-            return [posterior.covariance.reshape(-1, n_outputs, n_outputs) for posterior in found]
-        # All outputs of a batch together; an example's own are a block of them.
-        found = functional_posteriors(network, factor_sets, inputs, joint=True, **options)
-        n, size = len(outputs), outputs[0].numel()
-        joint = [posterior.covariance.reshape(n, size, n, size) for posterior in found]
-        return [own.diagonal(dim1=0, dim2=2).movedim(-1, 0) for own in joint]
-
-    return covariances
-
-
-def exact_covariances(
-    model: LaplaceModel, network: Network, data: Iterable[Any], point: tuple[Any, Any, Any], unit: Unit
-) -> Covariances:
-    """Covariances under the exact Gauss-Newton matrix ``[P, P]``, whose leverages lie below one at any prior.
-
-    ``point`` is a prior precision, a temperature and a noise level. One pass over the data.
-    """
-    precision, temperature, noise_std = point
-    backend, curvature = Native(), None
-    for batch in iterate(data, device=network.device, description="curvature for leave-one-out"):
-        curvature, _ = backend.accumulate(curvature, network, model.likelihood, batch, FullStructure())
-    assert curvature is not None
-    exact = replace(model, curvature=curvature, backend=backend)
-    factors = exact.factors(exact.prior(precision).precision, temperature, noise_std)
-    return factor_covariances(network, [factors], unit, model.n_outputs)
 
 
 class Losses(NamedTuple):
