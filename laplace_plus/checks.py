@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
+from operator import ge, gt, le, lt
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError, unknown_opti
 PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
 """Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
 
+_BOUNDS = {"above": (">", gt), "least": ("≥", ge), "most": ("≤", le), "below": ("<", lt)}
 
 LARGEST = 2**32
 """Most entries of a matrix that is written out: 65 536 × 65 536, 16 GiB in float32."""
@@ -25,17 +28,16 @@ def zeros(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
 
     :class:`ConfigurationError` beyond :data:`LARGEST` entries, or where there is no memory for them.
     """
-    try:
-        if rows * columns > LARGEST:
-            raise MemoryError
-        return like.new_zeros(rows, columns)
-    except (MemoryError, RuntimeError):  # of torch's allocators
-        size = rows * columns * like.element_size() / 2**30
-        what, got = f"{name} cannot be written out.", f"{rows} × {columns}, {size:,.0f} GiB"
-        expected = "a matrix that fits into memory, of at most 2³² entries"
-        fix = 'Select fewer parameters, such as parameters="last_layer", or ask for products, samples or variances: '
-        fix += "posterior.variance(), sample(n), functional_posterior(x)."
-        raise ConfigurationError(what, expected=expected, got=got, fix=fix) from None
+    with suppress(MemoryError, RuntimeError):  # of torch's allocators
+        if rows * columns <= LARGEST:
+            return like.new_zeros(rows, columns)
+    raise ConfigurationError(
+        f"{name} cannot be written out.",
+        expected="a matrix that fits into memory, of at most 2³² entries",
+        got=f"{rows} × {columns}, {rows * columns * like.element_size() / 2**30:,.0f} GiB",
+        fix='Select fewer parameters, such as parameters="last_layer", or ask for products, samples or variances: '
+        "posterior.variance(), sample(n), functional_posterior(x).",
+    )
 
 
 def count(name: str, value: Any, least: int = 1, fix: str | None = None) -> int:
@@ -46,16 +48,44 @@ def count(name: str, value: Any, least: int = 1, fix: str | None = None) -> int:
     return value
 
 
-def number(
-    name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
-) -> float:
-    """``value``, or :class:`ConfigurationError` unless it is a finite number > ``above`` in [``least``, ``most``]."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not known or not (value > above and least <= value <= most):
-        bounds = [f"> {above:g}"] * (above > -math.inf) + [f"≥ {least:g}"] * (least > -math.inf)
-        expected = " ".join(["a finite number", *bounds, *[f"≤ {most:g}"] * (most < math.inf)])
-        raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value))
+def number(name: str, value: Any, **bounds: Any) -> float:
+    """``value``, or :class:`ConfigurationError` unless it is a finite number in the bounds of :func:`numbers`."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    given = torch.tensor(value if known else math.nan, dtype=torch.float64, device="cpu")
+    numbers(name, given, got=repr(value), **bounds)
     return value
+
+
+def numbers(
+    name: str, values: Tensor, *, error: Any = ConfigurationError, got: Any = None, fix: Any = None, **bounds: float
+) -> Tensor:
+    """``values``, or an error unless all are finite, > ``above``, ≥ ``least``, ≤ ``most`` and < ``below``."""
+    low, high = (end.item() for end in values.detach().aminmax()) if values.numel() else (math.nan, math.nan)
+    inside = (_BOUNDS[kind][1](end, bound) for kind, bound in bounds.items() for end in (low, high))
+    if not math.isfinite(high - low) or not all(inside):  # of NaN among the values, both ends are
+        found = f"{low:.4g}" if values.numel() == 1 else f"{values.numel()} numbers from {low:.4g} to {high:.4g}"
+        expected = ["a finite number", *(f"{_BOUNDS[kind][0]} {bound:g}" for kind, bound in bounds.items())]
+        raise error(f"{name} is out of range.", expected=" ".join(expected), got=got or found, fix=fix)
+    return values
+
+
+def weights(name: str, value: Any, wanted: Sequence[int | None]) -> Tensor:
+    """``value``, or :class:`ConfigurationError` unless it is a tensor of that shape of weights ≥ 0, not all zero."""
+    numbers(name, shape(name, value, wanted), least=0.0)
+    numbers(f"The largest one of {name}", value.max(), above=0.0)
+    return value
+
+
+def describe(tree: Any) -> str:
+    """A tree's types and shapes, as one line for an error message: ``(float32 [2, 3], {mask: NoneType})``."""
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in tree.items()) + "}"
+    if isinstance(tree, (tuple, list)):
+        shown = [describe(child) for child in tree[:4]] + (["..."] if len(tree) > 4 else [])
+        return "(" + ", ".join(shown) + ")"
+    return type(tree).__name__
 
 
 def positive(name: str, value: Any) -> float:
@@ -104,6 +134,6 @@ def shape(name: str, value: Any, wanted: Sequence[int | None], fix: str | None =
     own = tuple(value.shape) if isinstance(value, Tensor) else None
     if own is None or len(own) != len(wanted) or any(w not in (None, n) for n, w in zip(own, wanted, strict=True)):
         text = ", ".join("any" if n is None else str(n) for n in wanted)
-        got = type(value).__name__ if own is None else str(list(own))
-        raise ConfigurationError(f"{name} has another shape.", expected=f"a tensor [{text}]", got=got, fix=fix)
+        what, expected = f"{name} has another shape.", f"a tensor [{text}]"
+        raise ConfigurationError(what, expected=expected, got=describe(value), fix=fix)
     return value

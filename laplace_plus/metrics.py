@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
+from laplace_plus.errors import EmptyDataError, LabelError, NonFiniteError
 from laplace_plus.likelihoods.base import spread, widen
-from laplace_plus.network.batches import describe
 
 # -- classification ---------------------------------------------------------------------------------------------------
 
@@ -103,12 +102,10 @@ def reliability_curve(
     confidence, predicted = probabilities.max(dim=1)
     edges = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)
     bins = torch.bucketize(confidence, edges[1:-1])
-    share = None if weight is None else _check_weight(weight, confidence).to(confidence)
+    share = None if weight is None else checks.weights("weight", weight, confidence.shape).to(confidence)
     counts = torch.bincount(bins, share, minlength=n_bins)
-    every = torch.ones_like(confidence) if share is None else share
-    total_confidence, n_right = torch.zeros_like(edges[1:]), torch.zeros_like(edges[1:])
-    total_confidence.index_add_(0, bins, every * confidence)
-    n_right.index_add_(0, bins, every * (predicted == targets))
+    rows = torch.stack([confidence, (predicted == targets).to(confidence)]) * (1 if share is None else share)
+    total_confidence, n_right = rows.new_zeros(2, n_bins).index_add(1, bins, rows)
     return ReliabilityCurve(total_confidence / counts, n_right / counts, counts)
 
 
@@ -201,8 +198,7 @@ def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
     Errors as for :func:`area_under_risk_coverage`, and ConfigurationError for a negative error.
     """
     gap, mean = _risks(uncertainty, error) - _risks(error, error), error.double().mean()
-    if error.min() < 0:
-        raise ConfigurationError("An error is negative.", expected="absolute errors", got=f"{error.min():.4g}")
+    checks.numbers("An absolute error", error, least=0.0)
     removed = torch.arange(100, device=gap.device) * len(gap) // 100
     return torch.trapezoid(gap[len(gap) - 1 - removed] / mean.clamp_min(1e-300), dx=0.01).float()
 
@@ -284,17 +280,10 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None, observed: Tensor
     """Of values ``[N, *]``, by weights ``[N]`` of rows, over entries ``observed [N, *]``; None for all alike."""
     if weight is None and (observed is None or bool(observed.all())):
         return values.mean()
-    share = torch.ones_like(values) if weight is None else spread(_check_weight(weight, values), values.shape)
-    share = share.to(values) if observed is None else share.to(values) * observed
+    share = torch.ones_like(values) if observed is None else observed.to(values)
+    if weight is not None:
+        share = share * spread(checks.weights("weight", weight, values.shape[:1]), values.shape).to(values)
     return (share * values.where(share > 0, 0.0)).sum() / share.sum()
-
-
-def _check_weight(weight: Tensor, values: Tensor) -> Tensor:
-    checks.shape("weight", weight, values.shape[:1])
-    if not bool(((weight >= 0) & weight.isfinite()).all()) or not bool((weight > 0).any()):
-        what, expected = "The weights cannot be used.", "finite numbers of at least 0, not all zero"
-        raise ConfigurationError(what, expected=expected, got=f"{weight.min():.4g} ... {weight.max():.4g}")
-    return weight
 
 
 def _check_scores(**named: Tensor) -> None:
@@ -305,25 +294,21 @@ def _check_scores(**named: Tensor) -> None:
 
 
 def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    if probabilities.ndim != 2 or probabilities.shape[1] < 2 or not probabilities.is_floating_point():
-        what, expected = "The probabilities are of the wrong kind.", "floating-point numbers [N, C], C at least 2"
-        fix = "flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)"
-        raise ConfigurationError(what, expected=expected, got=describe(probabilities), fix=fix)
+    fix = "flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)"
+    checks.shape("The probabilities", probabilities, [None, None], fix)
     _check_targets(probabilities[:, 0], targets)
-    n_classes = probabilities.shape[1]
-    labels = targets.long()
+    labels, n_classes = targets.long(), probabilities.shape[1]
     if targets.is_floating_point() or labels.min() < 0 or labels.max() >= n_classes:
-        got, fix = f"{describe(targets)}, {labels.min()} ... {labels.max()}", "remove the rows of ignored targets first"
+        got = f"{checks.describe(targets)}, {labels.min()} ... {labels.max()}"
+        fix = "remove the rows of ignored targets first"
         raise LabelError("A target is not a class.", expected=f"integers 0 ... {n_classes - 1}", got=got, fix=fix)
+    probabilities = probabilities if probabilities.is_floating_point() else probabilities.float()
     # A sum of C probabilities that were rounded one by one is off by about the precision of their dtype.
     tolerance = max(1e-4, 4 * torch.finfo(probabilities.dtype).eps)
     probabilities = widen(probabilities)
-    sums, low = probabilities.sum(dim=1), probabilities.min()
-    if not (low >= -tolerance and ((sums - 1).abs() <= tolerance).all()):  # so that NaN fails too
-        got = f"numbers from {low:.4g} on, sums in [{sums.min():.4g}, {sums.max():.4g}]"
-        what, expected = "The rows are not probability distributions.", "numbers in [0, 1] that sum to 1"
-        fix = "give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)"
-        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
+    fix = "give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)"
+    checks.numbers("A probability", probabilities, least=-tolerance, fix=fix)
+    checks.numbers("The sum of a row", probabilities.sum(1), least=1 - tolerance, most=1 + tolerance, fix=fix)
     return probabilities.clamp(0, 1), labels
 
 
@@ -334,19 +319,16 @@ def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_moments(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean, targets = _check_regression(mean, targets)
-    fits = variance.shape == mean.shape and variance.is_floating_point()
-    if not fits or not variance.min() > 0:  # so that NaN fails too
-        what, fix = "The variances are wrong.", "give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)"
-        got = describe(variance) + (f", of which the smallest is {variance.min():.4g}" if fits else "")
-        raise ConfigurationError(what, expected=f"positive floating-point numbers {list(mean.shape)}", got=got, fix=fix)
+    fix = "give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)"
+    checks.numbers("A variance", checks.shape("The variances", variance, mean.shape, fix), above=0.0)
     return mean, variance.to(mean.dtype), targets
 
 
 def _check_targets(predictions: Tensor, targets: Tensor) -> None:
     # Broadcasting [N] against [N, 1] would compare every prediction with every target.
     if targets.shape != predictions.shape or targets.is_complex():
-        what = "The targets do not fit the predictions."
+        what, got = "The targets do not fit the predictions.", checks.describe(targets)
         fix = "bring both to one shape, e.g. targets.reshape(mean.shape)"
-        raise LabelError(what, expected=f"real numbers {list(predictions.shape)}", got=describe(targets), fix=fix)
+        raise LabelError(what, expected=f"real numbers {list(predictions.shape)}", got=got, fix=fix)
     if targets.numel() == 0:
         raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")

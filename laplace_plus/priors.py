@@ -120,9 +120,7 @@ class GaussianPrior:
         """
         n, layers = len(layer_index), int(layer_index.max()) + 1
         precision, mean = _checked_precision(precision, n, layers, flat=flat), _checked_shape("mean", mean, (n,))
-        if not torch.isfinite(mean).all():
-            raise ConfigurationError("The prior mean is not finite.", expected="finite means", got=_extent(mean))
-        return cls(precision, mean, layer_index, layers)
+        return cls(precision, checks.numbers("The prior mean", mean), layer_index, layers)
 
     def with_precision(self, precision: float | Tensor) -> GaussianPrior:
         """The same prior at another precision, without looking at all entries again; errors as :meth:`create`."""
@@ -148,13 +146,8 @@ class GaussianPrior:
 
 
 def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: bool = False) -> Tensor:
-    precision = _checked_shape("precision", precision, (layers, n))
-    ends = precision.detach()
-    low, high = [ends.item()] * 2 if ends.ndim == 0 else [end.item() for end in ends.aminmax()]  # NaN is both
-    if not (low >= 0 if flat else low > 0) or not high < float("inf"):
-        expected = "finite precisions >= 0" if flat else "positive, finite precisions"
-        raise ConfigurationError("The prior precision is not proper.", expected=expected, got=_extent(precision))
-    return precision
+    checked = _checked_shape("precision", precision, (layers, n))
+    return checks.numbers("The prior precision", checked, **({"least": 0.0} if flat else {"above": 0.0}))
 
 
 def _checked_shape(name: str, value: float | Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -165,9 +158,3 @@ def _checked_shape(name: str, value: float | Tensor, lengths: tuple[int, ...]) -
         expected = f"a scalar, or {' or '.join(map(str, lengths))} values: for layers or groups, or for parameters"
         raise ConfigurationError(what, expected=expected, got=f"shape {tuple(tensor.shape)}")
     return tensor
-
-
-def _extent(values: Tensor) -> str:
-    """What to print of a tensor; NaN is the least and the greatest of values among which it is."""
-    low, high = values.detach().min().item(), values.detach().max().item()
-    return f"{low:.3g}" if values.ndim == 0 else f"{len(values)} values from {low:.3g} to {high:.3g}"

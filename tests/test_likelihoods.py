@@ -87,7 +87,7 @@ def test_gradient_is_that_of_autodiff_up_to_the_noise(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "heteroscedastic"])
-def test_root_and_hessian_are_those_of_autodiff(name):
+def test_root_is_that_of_autodiff(name):
     likelihood, outputs, targets, _ = case(name)
     expected = torch.stack(
         [
@@ -98,7 +98,6 @@ def test_root_and_hessian_are_those_of_autodiff(name):
     root = likelihood.output_root(outputs, targets)
     weights = per_direction_weights(likelihood, root.shape[-1])
     torch.testing.assert_close((root * weights) @ root.mT, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(root @ root.mT, likelihood.output_hessian(outputs, targets), rtol=1e-10, atol=1e-10)
 
 
 def test_heteroscedastic_curvature_is_the_expected_hessian():
@@ -190,7 +189,6 @@ def test_half_precision_is_computed_in_single(name, dtype):
         likelihood.log_density(flat, labels),
         likelihood.gradient(flat, labels),
         likelihood.output_root(flat, labels),
-        likelihood.output_hessian(flat, labels),
         *likelihood.moments(flat),
     ]
     assert {result.dtype for result in results} == {wanted}
@@ -254,7 +252,7 @@ def test_one_output_pairs_with_a_vector_of_targets_and_never_broadcasts(likeliho
     [
         (Gaussian(), torch.tensor(1.0), "no axis"),
         (Gaussian(), torch.ones(2, 3, dtype=torch.long), "floating tensor"),
-        (Gaussian(), (torch.ones(2),), "tuple"),
+        (Gaussian(), (torch.ones(2),), r"Got: \(float32"),
         (Categorical(output_axis=3), torch.ones(2, 3), "axis 3"),
         (Categorical(output_axis=0), torch.ones(2, 3), "after the batch"),
     ],
@@ -303,6 +301,7 @@ def test_wrong_labels_are_refused_by_name(name):
         (Categorical(), (2, 1), 'likelihood="binary"'),
         (HeteroscedasticGaussian(), (2, 3), "even number"),
         (Gaussian(torch.ones(3)), (2, 2), "3 outputs"),
+        (Categorical(weight=(1.0, 2.0)), (2, 3), "2 outputs, or one weight"),
     ],
 )
 def test_outputs_that_do_not_fit(likelihood, shape, part):

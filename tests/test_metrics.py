@@ -108,8 +108,8 @@ def test_bins_are_closed_on_the_right_and_full_confidence_is_in_the_last():
 @pytest.mark.parametrize(
     ("probabilities", "targets", "error", "message"),
     [
-        (P[:, 0], Y, ConfigurationError, r"\[N, C\].*float64 \[4\].*stack"),
-        (P.long(), Y, ConfigurationError, "int64"),
+        (P[:, 0], Y, ConfigurationError, r"float64 \[4\].*stack"),
+        (P.long(), Y, ConfigurationError, "sum of a row.*from 0 to 0"),
         (P, Y[:3], LabelError, r"real numbers \[4\].*int64 \[3\]"),
         (P, Y[:, None], LabelError, r"int64 \[4, 1\]"),
         (P, Y.double(), LabelError, "float64"),
@@ -117,7 +117,7 @@ def test_bins_are_closed_on_the_right_and_full_confidence_is_in_the_last():
         (P, torch.tensor([0, -100, 1, 2]), LabelError, "-100.*ignored"),
         (P[:0], Y[:0], EmptyDataError, "nothing to score"),
         (P.log(), Y, ConfigurationError, "softmax"),
-        (2 * P, Y, ConfigurationError, r"sums in \[2, 2\]"),
+        (2 * P, Y, ConfigurationError, "sum of a row.*4 numbers from 2 to 2|sum of a row.*Got: 2"),
         (torch.tensor([[1.5, -0.5]]), Y[:1], ConfigurationError, r"from -0\.5"),
         (P.where(P > 0.06, math.nan), Y, ConfigurationError, "nan"),
     ],
@@ -223,11 +223,10 @@ def test_regression_refuses(mean, variance, targets, error, message):
 @pytest.mark.parametrize(
     ("variance", "message"),
     [
-        (torch.ones(3, 1), r"variances are wrong.*\[3\].*\[3, 1\].*diagonal"),
-        (torch.ones(3).long(), "variances are wrong.*int64"),
-        (torch.tensor([1.0, 0.0, 1.0]), "positive.*smallest is 0"),
-        (torch.tensor([1.0, -2.0, 1.0]), "positive.*smallest is -2"),
-        (torch.tensor([1.0, math.nan, 1.0]), "positive.*nan"),
+        (torch.ones(3, 1), r"The variances.*\[3\].*\[3, 1\].*diagonal"),
+        (torch.tensor([1.0, 0.0, 1.0]), "variance.*> 0.*from 0 to 1"),
+        (torch.tensor([1.0, -2.0, 1.0]), "variance.*> 0.*from -2 to 1"),
+        (torch.tensor([1.0, math.nan, 1.0]), "variance.*nan"),
     ],
 )
 def test_variances_are_checked(score, variance, message):
@@ -277,5 +276,5 @@ def test_ause_against_a_closed_form():
     assert_close(metrics.ause(torch.ones(100), errors), constant.float())
     assert_close(metrics.ause(-errors, 3 * errors), expected.float())  # relative to the mean error
     assert metrics.ause(errors, torch.zeros(100)) == 0
-    with pytest.raises(ConfigurationError, match="negative"):
+    with pytest.raises(ConfigurationError, match="absolute error.*≥ 0"):
         metrics.ause(errors, -errors)

@@ -11,6 +11,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning, LabelError, NoGainWarning, OutputError, SelectionError
+from laplace_plus.likelihoods.doubts import Doubts
 
 EXACT = 1e-11  # float64, small networks
 
@@ -304,9 +305,15 @@ def test_evidence_for_another_scale():
     y = torch.tensor([[1.0], [0.0]]).double()
     as_logits = p[0].sigmoid().log() + (1 - p[1].sigmoid()).log()  # better than a constant of ½
     excess = float((0.9 * torch.tensor(0.8)).log() - as_logits)
-    assert lp.Bernoulli().evidence_for_another_scale(p, y) == pytest.approx(excess, rel=1e-6)
-    assert lp.Bernoulli().evidence_for_another_scale(p + 0.2, y) == -torch.inf
-    assert lp.LogDensity(lambda f, y: f.sum(-1)).evidence_for_another_scale(p, y) == -torch.inf
+    own = lp.LogDensity(lambda f, y: f.sum(-1))
+    for likelihood, outputs, wanted in (
+        (lp.Bernoulli(), p, pytest.approx(excess, rel=1e-6)),
+        (lp.Bernoulli(), p + 0.2, -torch.inf),
+        (own, p, -torch.inf),
+    ):
+        doubts = Doubts(likelihood)
+        doubts.add(outputs, y)
+        assert doubts.scale == wanted
 
 
 def test_warnings_point_at_the_line_that_called():

@@ -32,7 +32,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.applications.calibration import CalibratedPosterior
 from laplace_plus.errors import DataError, UnsupportedError
-from laplace_plus.likelihoods.base import require_one_target
+from laplace_plus.likelihoods.base import refuse_several_targets
 from laplace_plus.network.batches import batch_size, iterate
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import Posterior
@@ -172,7 +172,8 @@ def conformalize(
             labels, n_classes = targets.reshape(-1).nan_to_num(0).long(), each.shape[1]
             each = each.gather(1, labels[:, None])[:, 0]
         else:
-            require_one_target(likelihood, targets)
+            if not isinstance(targets, Tensor):
+                refuse_several_targets(likelihood, targets)
             values = targets[..., 0] if targets.dim() > 2 else targets  # noqa: PLR2004 - given noise
             each = _number_scores(prediction, values, score, level)
             share = share[:, None] * ~each.isnan()

@@ -62,7 +62,7 @@ class _Pair(NamedTuple):
 
     @classmethod
     def create(cls, like: Tensor) -> _Pair:
-        scales, logarithms = LOGISTIC_SCALES[torch.float64]
+        scales, logarithms = LOGISTIC_SCALES
         n, unit = len(scales), torch.eye(3, dtype=torch.float64, device="cpu")
         difference = (unit[1:2, :2] - unit[:1, :2]).expand(n, 2)
         contrasts = torch.cat([unit[:2, :2], difference, -difference])

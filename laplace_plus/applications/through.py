@@ -139,7 +139,7 @@ class LastToken:
         if mask.ndim != 2 or not torch.equal(tokens.to(mask.dtype), mask) or not bool(tokens.any(1).all()):  # noqa: PLR2004
             what = f"{MASK_KEY!r} does not say which token is the last."
             raise DataError(
-                what, expected="[B, T] of zeros and ones, one at least in each row", got=batches.describe(mask)
+                what, expected="[B, T] of zeros and ones, one at least in each row", got=checks.describe(mask)
             )
         places = -1 - tokens.flip(1).int().argmax(1)
         if self._keeps and isinstance(x, Mapping):

@@ -159,7 +159,7 @@ class LossLandscape(Landscape):
             for batch in self._batches():
                 size = batches.batch_size(batch.target)
                 if self.likelihood.couples_rows or not batches.can_be_cut(batch.inputs, size):
-                    got = batches.describe(batch.inputs)
+                    got = checks.describe(batch.inputs)
                     raise UnsupportedError("The batches cannot be cut into examples.", got=got, fix="Use all data.")
                 for own, chosen in zip(parts, indices, strict=True):
                     here = (chosen[(chosen >= first) & (chosen < first + size)] - first).tolist()

@@ -123,7 +123,7 @@ class ForeignBackend(Backend):
         Targets are labels ``[B, *]``, −100 where ignored, or numbers ``[B, *, C]``.
         """
         likelihood, shape = task.likelihood, task.outputs.shape
-        known = type(likelihood) in _LOSSES and likelihood.of_new_targets is None  # neither weights nor smoothing
+        known = type(likelihood) in _LOSSES and likelihood.of_new_targets is likelihood  # neither weights nor smoothing
         expected = ", ".join(cls.__name__ for cls in _LOSSES) + ", without weights"
         self.require(known, f"has no loss for {type(likelihood).__name__}", expected, likelihood)
         make, factor = _LOSSES[type(likelihood)]

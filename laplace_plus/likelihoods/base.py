@@ -18,22 +18,18 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily
+from torch.distributions import Categorical, Distribution, Independent, MultivariateNormal
 
 from laplace_plus import checks
-from laplace_plus.errors import (
-    ConfigurationError,
-    LabelError,
-    OutputError,
-    UnsupportedError,
-    unknown_option,
-)
+from laplace_plus.checks import describe
+from laplace_plus.errors import LabelError, OutputError, UnsupportedError
+from laplace_plus.likelihoods.marginal import Marginal, uniform_mixture
 from laplace_plus.likelihoods.sampling import global_randomness
 
 
@@ -47,14 +43,6 @@ LAST_AXIS = UnnamedAxis(-1)
 def widen(values: Tensor) -> Tensor:
     """Half precision to ``float32``, where probabilities and squared errors keep their digits; other types as is."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def describe(value: Any) -> str:
-    """Type and shape of a tensor, or of several, for error messages; of anything else the type."""
-    if isinstance(value, (tuple, list, Mapping)):
-        shown = [f"{name}: {describe(own)}" for name, own in value.items()] if isinstance(value, Mapping) else None
-        return f"{type(value).__name__} ({', '.join(shown or map(describe, value))})"
-    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def each(function: Callable[[Tensor], Any], targets: Any) -> Any:
@@ -71,39 +59,42 @@ def spread(weight: Tensor, shape: torch.Size) -> Tensor:
     return weight.reshape(weight.shape + (1,) * (len(shape) - weight.dim())).expand(shape)
 
 
-def require_one_target(likelihood: Likelihood, targets: Any) -> None:
+def observed_log_prob(law: Distribution, targets: Tensor) -> Tensor:
+    """``log p`` of targets without their NaN: of each entry, 0 where it is NaN, or of a joint normal's others."""
+    missing = targets.isnan()
+    if not isinstance(law, MultivariateNormal):
+        return law.log_prob(filled(targets)).where(~missing, 0.0)
+    if not bool(missing.any()):
+        return law.log_prob(targets)
+    # Missing entries become independent standard normals at their mean, and their densities are taken out.
+    apart = missing.unsqueeze(-1) | missing.unsqueeze(-2)
+    identity = torch.eye(targets.shape[-1], dtype=law.loc.dtype, device=law.loc.device)
+    law = MultivariateNormal(law.loc, torch.where(apart, identity, law.covariance_matrix), validate_args=False)
+    constant = 0.5 * math.log(2 * math.pi) * missing.sum(-1)
+    return law.log_prob(torch.where(missing, law.loc, targets)) + constant
+
+
+def filled(targets: Tensor) -> Tensor:
+    """Targets with a valid number for NaN, since derivatives at NaN would be NaN even where they are left out."""
+    return torch.where(targets.isnan(), torch.ones_like(targets), targets)
+
+
+def refuse_several_targets(likelihood: Likelihood, targets: Any) -> NoReturn:
     """Raise LabelError for several tensors as a target, of which joint likelihoods alone know what they mean."""
-    if not isinstance(targets, Tensor):
-        what, got = f"{type(likelihood).__name__} has one tensor as its target.", describe(targets)
-        fix = (
-            "Let the network return torch.cat(outputs, -1) and pass the joint log-density, lp.LogDensity(lambda f, y: "
-        )
-        fix += "...), which takes several targets y as they are; lp.GivenNoise for (values, their noise_std); a "
-        fix += "likelihood with weighted=True, such as lp.Categorical(weighted=True), for (y, weights of examples)."
-        raise LabelError(what, expected="batches (x, y) with a tensor y", got=got, fix=fix)
+    raise LabelError(
+        f"{type(likelihood).__name__} has one tensor as its target.",
+        expected="batches (x, y) with a tensor y",
+        got=describe(targets),
+        fix="Let the network return torch.cat(outputs, -1) and pass the joint log-density, lp.LogDensity(lambda f, y: "
+        "...), which takes several targets y as they are; lp.GivenNoise for (values, their noise_std); a likelihood "
+        "with weighted=True, such as lp.Categorical(weighted=True), for (y, weights of examples).",
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class Marginal:
-    """The distribution of targets with the outputs integrated out, ``p(y) = ∫ p(y|f) N(f|m, V) df``.
-
-    Attributes:
-        mean: ``E[y]``, for classes their probabilities.
-        variance: ``Var[y]``.
-        distribution: Of ``y``: over the classes, or of every entry of ``y`` by itself.
-        epistemic: ``Var_f(E[y|f])``, or ``None`` without a closed form.
-        aleatoric: ``E_f[Var(y|f)]``, or ``None`` without a closed form.
-        together: The joint distribution of the entries of one target, where they are correlated; else ``None``.
-        information: The mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    distribution: Distribution
-    epistemic: Tensor | None = None
-    aleatoric: Tensor | None = None
-    together: Distribution | None = None
-    information: Tensor | None = None
+def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: str, fix: str) -> NoReturn:
+    """Raise a LabelError that names the first wrong target and counts them."""
+    got = f"{targets[wrong][0].item()} ({int(wrong.sum())} of {targets.numel()} targets of {targets.dtype})"
+    raise LabelError(message, expected=expected, got=got, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,6 @@ class Likelihood(ABC):
     Attributes:
         output_axis: Where the ``C`` outputs lie in what the network returns: ``-1``, or ``1`` for networks that return
             ``[B, C, H, W]``. Targets of ``C`` numbers lie likewise.
-        scales: What a network may return by mistake, what it should, and that once more for the error, with the fix.
         links: Names of the ways to integrate over the outputs, the default first; ``"mc"`` is Monte Carlo.
         couples_outputs: Whether ``E[y|f]`` or ``Var(y|f)`` of one target entry depends on several outputs, so that
             Monte Carlo needs their covariances and not only their variances.
@@ -145,6 +135,8 @@ class Likelihood(ABC):
             for each position, ``[B, *]``. It is a factor on the target's log-density: a whole number counts as so many
             equal rows, in curvature, evidence, noise, tuning and calibration. An option of all likelihoods of this
             package, an attribute of custom ones. Predictions are of targets y without weights.
+        per_output: Names of options of one number, or one for each output.
+        training_options: Options that predictions are without, and their values then.
         config_name: The name in :meth:`config` of a likelihood of this package; ``None`` for custom ones.
 
     Example:
@@ -156,12 +148,6 @@ class Likelihood(ABC):
     """
 
     output_axis: int = LAST_AXIS
-    scales: ClassVar[tuple[str, str, str, str]] = (
-        "probabilities",
-        "logits",
-        "what goes into the softmax or sigmoid, or its logarithm: any real numbers",
-        "Take the last softmax or sigmoid out of the network; torch.log_softmax is fine as its last operation.",
-    )
     links: tuple[str, ...] = ("mc",)
     couples_outputs: bool = True
     is_classifier: bool = False
@@ -170,6 +156,8 @@ class Likelihood(ABC):
     positive_part: bool = False
     n_noise: int = 1
     weighted: bool = False
+    per_output: ClassVar[tuple[str, ...]] = ()
+    training_options: ClassVar[Mapping[str, Any]] = {}
     config_name: str | None = None
 
     @abstractmethod
@@ -193,74 +181,84 @@ class Likelihood(ABC):
             raise OutputError("The network's output has no axis for the outputs.", expected=expected, got=describe(raw))
         return raw if self.output_axis == -1 else raw.movedim(self.output_axis, -1)
 
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+    def validate(self, outputs: Tensor, targets: Any) -> None:
         """Refuse arranged outputs ``[B, *, C]`` and targets, as the loader gave them, that do not fit this likelihood.
 
         OutputError or LabelError if they do not, NonFiniteError for NaN or infinity among the outputs.
         """
         checks.finite("The network's output", outputs)
-        if self.weighted:
+        targets, weight = self.separate(targets, outputs)
+        if weight is not None:
             self.require_own_rows("Rows that depend on each other have no weights.")
+            checks.numbers("A weight of a target", weight, least=0.0, error=LabelError)
+        for name in self.per_output:
+            n = 1 if getattr(self, name) is None else torch.as_tensor(getattr(self, name)).numel()
+            if n not in (1, outputs.shape[-1]):
+                expected, got = f"{n} outputs, or one {name}", describe(outputs)
+                raise OutputError(f"{name} does not fit the outputs.", expected=expected, got=got)
+        self.check_targets(outputs, targets)
+
+    def check_targets(self, outputs: Tensor, targets: Any) -> None:
+        """Refuse targets without weights that do not fit; here of another leading shape, or rows that need others."""
         lead, found = outputs.shape[:-1], list[torch.Size]()
-        each(lambda own: found.append(own.shape[: len(lead)]), self.without_weights(outputs, targets))
+        each(lambda own: found.append(own.shape[: len(lead)]), targets)
         if {*found} != {lead}:
             expected = f"leading shape {list(lead)}"
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
         if not self.couples_rows:
             self._check_rows(outputs, targets)
 
-    def separate(self, targets: Any) -> tuple[Any, Tensor | None]:
-        """A batch's targets without their weights, and these; None where the likelihood is not :attr:`weighted`."""
+    def separate(self, targets: Any, outputs: Tensor | None = None) -> tuple[Any, Tensor | None]:
+        """A batch's targets without their weights, and these; None where the likelihood is not :attr:`weighted`.
+
+        LabelError for targets without weights, or, with the outputs, weights of another shape than theirs.
+        """
         if not self.weighted:
             return targets, None
-        if not isinstance(targets, (tuple, list)):
-            what, fix = "These targets come without weights.", "Pass pairs (y, w), or take likelihood.of_new_targets."
-            raise UnsupportedError(what, got=describe(targets), fix=fix)
-        return targets[0], targets[1]
-
-    def without_weights(self, outputs: Tensor, targets: Any) -> Any:
-        """A batch's targets; LabelError for weights that are none."""
-        if not self.weighted:
-            return targets
         weight: Any = targets[1] if isinstance(targets, (tuple, list)) and len(targets) == 2 else None  # noqa: PLR2004
-        known = isinstance(weight, Tensor) and weight.shape in (outputs.shape[:1], outputs.shape[:-1])
-        if not known or not bool(((weight >= 0) & weight.isfinite()).all()):
-            expected = f"batches (x, (y, w)) with finite weights w >= 0, {list(outputs.shape[:1])}, or one a position"
-            got = describe(targets) + ", some weight negative or not finite" * known
-            fix = "Leave weighted=True out where there are no weights, as with new targets."
-            raise LabelError("These are no targets with weights.", expected=expected, got=got, fix=fix)
-        return targets[0]
+        shapes = None if outputs is None else (outputs.shape[:1], outputs.shape[:-1])
+        if not isinstance(weight, Tensor) or shapes and weight.shape not in shapes:
+            raise LabelError(
+                "These are no targets with weights.",
+                expected=f"batches (x, (y, w)), w {list(shapes[0]) if shapes else '[B]'} or one for each position",
+                got=describe(targets),
+                fix="Leave weighted=True out where there are no weights, as with new targets.",
+            )
+        return targets[0], weight
 
     @property
-    def of_new_targets(self) -> Likelihood | None:
-        """What predictions are of, where training weighs or smooths its targets; else None."""
-        if not self.weighted:
-            return None
-        plain = copy.copy(self)
-        object.__setattr__(plain, "weighted", False)  # also of frozen dataclasses
-        return plain
+    def of_new_targets(self) -> Likelihood:
+        """What predictions are of: the likelihood without what belongs to training, weights and smoothing."""
+        plain = {"weighted": False, **self.training_options}
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                found = copy.copy(self)
+                vars(found).update(plain)  # also of frozen dataclasses
+                return found
+        return self
 
-    def rows(self, outputs: Tensor, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, Tensor]:
         """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
 
         These are outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1 or the target's own, and 0 for ignored
         rows. Entries of a target that were not observed are NaN. Of several targets, in a tuple or mapping, it is each.
         """
-        targets, own = self.separate(targets)
-        flat, targets, weight = self.flattened(outputs, targets)
-        if own is None:
-            return flat, targets, weight
-        return flat, targets, weight * spread(own, outputs.shape[:-1]).reshape(-1).to(weight)
-
-    def flattened(self, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, Tensor]:
-        """As :meth:`rows`, of targets without weights: 1, or 0 for ignored rows."""
+        targets, own = self.separate(targets, outputs)
         flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
+        targets, counts = self.prepare(outputs, targets, flat)
+        weight = torch.ones_like(flat[:, 0]) if counts is None else counts.reshape(-1).to(flat)
+        if own is not None:
+            weight = weight * spread(own, outputs.shape[:-1]).reshape(-1).to(weight)
+        return flat, targets, weight
 
-        def observations(own: Tensor) -> Tensor:
+    def prepare(self, outputs: Tensor, targets: Any, flat: Tensor) -> tuple[Any, Tensor | None]:
+        """Of ``flat [N, C]`` outputs the targets ``[N, ...]``, and which ``[B, *]`` of them count; None for all."""
+
+        def rows(own: Tensor) -> Tensor:
             own = own.reshape(len(flat), *own.shape[outputs.dim() - 1 :])
             return own.to(flat.dtype) if own.is_floating_point() else own
 
-        return flat, each(observations, targets), torch.ones_like(flat[:, 0])
+        return each(rows, targets), None
 
     def log_densities(self, outputs: Tensor, targets: Any) -> Tensor:
         """``w_n log p(y_n|f_n)`` of a batch's :meth:`rows`, ``[N]``, 0 where ignored."""
@@ -269,20 +267,20 @@ class Likelihood(ABC):
 
     def _check_rows(self, outputs: Tensor, targets: Any) -> None:
         """Refuse rows that depend on each other: the Hessian's products with some rows are zero at all others."""
-        with torch.inference_mode(False), torch.enable_grad():
-            rows, targets, _ = self.rows(outputs.detach(), each(torch.clone, targets))
-            f, _, gradient = _negative_gradient(self, rows, targets)
-            probe = 0.5 + torch.linspace(0, f.numel() * 0.618034, f.numel()).to(f).view(f.shape) % 1.0
+        with torch.inference_mode(False):
+            rows, targets, _ = self.of_new_targets.rows(outputs.detach(), each(torch.clone, targets))
+            probe = 0.5 + torch.linspace(0, rows.numel() * 0.618034, rows.numel()).to(rows).view(rows.shape) % 1.0
             # Any two rows differ in some bit of their numbers.
-            for bit in range(max(len(f) - 1, 0).bit_length() if gradient.requires_grad else 0):
-                some = (torch.arange(len(f), device=f.device) >> bit) % 2 == 1
-                options: Any = {"retain_graph": True, "materialize_grads": True}
-                product = torch.autograd.grad(gradient, f, probe * some.unsqueeze(-1), **options)[0].abs()
-                if product[~some].max() > torch.finfo(f.dtype).eps ** (2 / 3) * product[some].max():
+            bits = range(max(len(rows) - 1, 0).bit_length())
+            some = [(torch.arange(len(rows), device=rows.device) >> bit) % 2 == 1 for bit in bits]
+            products = _second_derivatives(self, rows, targets, (probe * own.unsqueeze(-1) for own in some))
+            for own, product in zip(some, products, strict=True):
+                apart, within = product[~own].abs().max(), product[own].abs().max()
+                if apart > torch.finfo(rows.dtype).eps ** (2 / 3) * within:
                     raise UnsupportedError(
                         "The log-densities of some rows depend on the outputs of other rows.",
                         expected="each row's log-density to be its own matter, or couples_rows=True",
-                        got=f"second derivatives of {float(product[~some].max()):.3g} between different rows",
+                        got=f"second derivatives of {float(apart):.3g} between different rows",
                         fix="Pass lp.LogDensity(function, couples_rows=True), or set couples_rows = True in your "
                         "class: each batch is then one observation.",
                     )
@@ -299,8 +297,14 @@ class Likelihood(ABC):
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
         """A copy with another observation noise; :class:`UnsupportedError` if there is none."""
-        what, got = f"{type(self).__name__} has no observation noise.", f"noise_std = {noise_std}"
-        raise UnsupportedError(what, expected="noise_std of lp.Gaussian alone", got=got)
+        expected, got = "noise_std of lp.Gaussian alone", f"noise_std = {noise_std}"
+        self.lacks("has no observation noise", expected=expected, got=got)
+
+    def lacks(
+        self, what: str, *, expected: str | None = None, got: str | None = None, fix: str | None = None
+    ) -> NoReturn:
+        """Raise UnsupportedError of something that this likelihood does not have."""
+        raise UnsupportedError(f"{type(self).__name__} {what}.", expected=expected, got=got or repr(self), fix=fix)
 
     def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
         """Factors ``[K]`` on the curvature at unit noise, ``float64``, at the given or the own noise."""
@@ -319,19 +323,6 @@ class Likelihood(ABC):
         _, attached, gradient = _negative_gradient(self, outputs, targets)
         return gradient if attached else gradient.detach()
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Λ = -∂² log p(y|f) / ∂f²`` of every row at unit noise, ``[N, C, C]``."""
-        self.require_own_rows("Rows that depend on each other have no curvature of their own.")
-        f, attached, gradient = _negative_gradient(self, outputs, targets)
-        if not gradient.requires_grad:  # the log-density is linear in the outputs
-            return f.new_zeros(*f.shape, f.shape[-1])
-        options: Any = {"create_graph": attached, "retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        # One backward pass for each output. vmap cannot follow the data-dependent checks of torch.distributions.
-        with torch.enable_grad():
-            columns = [torch.autograd.grad(column.sum(), f, **options)[0] for column in gradient.unbind(-1)]
-            hessian = torch.stack(columns, dim=-1)
-            return (hessian + hessian.mT) / 2
-
     def output_curvature(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> OutputCurvature | None:
         """Hessians of rows ``[N, C]`` at unit noise, times weights ``[N]``, with structure; None without."""
         return None
@@ -341,24 +332,23 @@ class Likelihood(ABC):
 
         Of its positive part with ``positive_part``; otherwise UnsupportedError if the log-density is not concave.
         """
-        return self._root(self.output_hessian(outputs, targets))
+        self.require_own_rows("Rows that depend on each other have no curvature of their own.")
+        # One backward pass for each output. vmap cannot follow the data-dependent checks of torch.distributions.
+        units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+        units = units.unsqueeze(1).expand(-1, len(outputs), -1)
+        return self._root(torch.stack([*_second_derivatives(self, outputs, targets, units)], -1))
 
     def batch_root(self, outputs: Tensor, targets: Any, weight: Tensor) -> Tensor:
         """With ``couples_rows`` a root ``[N·C, N·C]`` of the Hessian of a batch's ``-Σ_n w_n log p_n`` by all outputs.
 
         Errors as of :meth:`output_root`.
         """
-        f, attached, gradient = _negative_gradient(self, outputs, targets, weight)
-        options: Any = {"create_graph": attached, "retain_graph": True, "materialize_grads": True}
-        if not gradient.requires_grad:
-            return f.new_zeros(f.numel(), f.numel())
-        with torch.enable_grad():
-            rows = [torch.autograd.grad(entry, f, **options)[0].flatten() for entry in gradient.flatten()]
-            hessian = torch.stack(rows)
-            return self._root((hessian + hessian.mT) / 2)
+        units = torch.eye(outputs.numel(), dtype=outputs.dtype, device=outputs.device).view(-1, *outputs.shape)
+        hessian = torch.stack([*_second_derivatives(self, outputs, targets, units, weight)]).flatten(1)
+        return self._root(hessian)
 
     def _root(self, hessian: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(hessian)
+        values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
         if values.numel() and not self.positive_part:
             eps = torch.finfo(values.dtype).eps
             if bool(values.min() < -(eps**0.5) * values.abs().max() - 10 * eps * values.shape[-1]):
@@ -377,10 +367,6 @@ class Likelihood(ABC):
         """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""
         return float(weight.sum()) * (1 if self.couples_outputs else n_outputs)
 
-    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
-        """Nats by which a batch's outputs fit better on the first of ``scales`` than the second; −∞ if they cannot."""
-        return -math.inf
-
     def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
         """The log-likelihood of the data with these statistics: 0-d ``float64`` in nats, constants included.
 
@@ -392,8 +378,8 @@ class Likelihood(ABC):
 
     def distribution(self, outputs: Tensor) -> Distribution:
         """``p(y|f)`` for outputs ``[..., C]``; UnsupportedError: if the likelihood only gives its log-density."""
-        what = f"{type(self).__name__} only gives its log-density."
-        raise UnsupportedError(what, expected="a method distribution(outputs), or distribution= of LogDensity")
+        expected = "a method distribution(outputs), or distribution= of LogDensity"
+        self.lacks("only gives its log-density", expected=expected)
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Targets drawn from ``p(y|f)``, one for every row of outputs ``[..., C]``."""
@@ -402,7 +388,12 @@ class Likelihood(ABC):
             return distribution.sample()
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Targets drawn from ``p(y|f)`` at *unit* noise, whose gradients have the covariance ``Λ``."""
+        """Targets drawn from ``p(y|f)`` at *unit* noise, whose gradients have the covariance ``Λ``.
+
+        UnsupportedError with weights of classes or smoothing, as gradients at drawn targets have another one.
+        """
+        if any(getattr(self, name) != value for name, value in self.training_options.items()):
+            self.lacks("cannot draw weighted or smoothed labels", fix='Use the exact curvature: backend="native".')
         return self.sample(outputs, generator=generator)
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -417,9 +408,7 @@ class Likelihood(ABC):
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """Probabilities ``[N, K]`` of the classes of each observed label, from means ``E[y] [B, *, C]``."""
-        raise UnsupportedError(
-            f"{type(self).__name__} has no classes.", expected="a Categorical or Bernoulli likelihood"
-        )
+        self.lacks("has no classes", expected="a Categorical or Bernoulli likelihood")
 
     def mixture(self, outputs: Tensor) -> Distribution:
         """The average of ``p(y|f)`` over samples of the outputs ``[S, ..., C]``; here an event is one whole target."""
@@ -432,13 +421,12 @@ class Likelihood(ABC):
 
         For means ``[..., C]`` and covariances ``[..., C, C]``, or variances ``[..., C]`` where the link needs no more.
         """
-        raise unknown_option(type(self).__name__, link, self.links, word="link")
+        self.lacks(f"has no closed form for {link!r}", expected=", ".join(self.links))
 
     def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
         """``log p(y)`` under a marginal of :meth:`predict`, ``[...]``, of targets as :meth:`rows` has them."""
-        distribution = marginal.distribution if marginal.together is None else marginal.together
-        found: Tensor = distribution.log_prob(targets)
-        lead = marginal.mean.dim() - 1
+        law = marginal.distribution if marginal.together is None else marginal.together
+        found, lead = observed_log_prob(law, targets), marginal.mean.dim() - 1
         return found.flatten(lead).sum(-1) if found.dim() > lead else found
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution | None:
@@ -453,20 +441,6 @@ class Likelihood(ABC):
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
 
-def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The variances ``[..., C]``, clamped at zero against rounding."""
-    if covariance.dim() > mean.dim():
-        covariance = covariance.diagonal(dim1=-2, dim2=-1)
-    return covariance.clamp_min(0.0)
-
-
-def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFamily:
-    """A mixture with equal weights, of the dtype of ``like``, over the last batch dimension of ``components``."""
-    *batch, size = components.batch_shape
-    logits = torch.zeros(size, dtype=like.dtype, device=like.device).expand(*batch, size)
-    return MixtureSameFamily(Categorical(logits=logits, validate_args=False), components, validate_args=False)
-
-
 def _negative_gradient(
     likelihood: Likelihood, outputs: Tensor, targets: Any, weight: Tensor | None = None
 ) -> tuple[Tensor, bool, Tensor]:
@@ -475,11 +449,22 @@ def _negative_gradient(
     f = outputs if attached else outputs.detach().clone().requires_grad_()
     with torch.enable_grad():
         log_density = likelihood.log_density(f, targets)
-        if log_density.shape != outputs.shape[:1]:
-            what = f"{type(likelihood).__name__}.log_density returns the wrong shape."
-            fix = "Of one number for a batch as a whole pass lp.LogDensity(function, couples_rows=True)"
-            expected, got = f"[{len(outputs)}], one number a row", describe(log_density)
-            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
+        name = f"The log-density of {type(likelihood).__name__}, one number for each row,"
+        fix = "Of one number for a batch as a whole pass lp.LogDensity(function, couples_rows=True)"
+        log_density = checks.shape(name, log_density, [len(outputs)], fix)
         log_density = log_density if weight is None else log_density * weight
         (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
     return f, attached, gradient
+
+
+def _second_derivatives(
+    likelihood: Likelihood, outputs: Tensor, targets: Any, cotangents: Iterable[Tensor], weight: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The Hessian of ``-Σ_n w_n log p_n`` by the outputs ``[N, C]``, times each cotangent of that shape."""
+    f, attached, gradient = _negative_gradient(likelihood, outputs, targets, weight)
+    options: Any = {"create_graph": attached, "retain_graph": True, "materialize_grads": True}
+    for cotangent in cotangents:
+        if gradient.requires_grad:
+            yield torch.autograd.grad(gradient, f, cotangent, **options)[0]
+        else:  # the log-density is linear in the outputs
+            yield torch.zeros_like(f)

@@ -32,30 +32,28 @@ from torch.nn.functional import one_hot
 from torch.special import log_ndtr
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
+from laplace_plus.checks import describe
+from laplace_plus.errors import LabelError, OutputError
 from laplace_plus.likelihoods.base import (
     LAST_AXIS,
     Likelihood,
-    Marginal,
     OutputCurvature,
-    describe,
-    require_one_target,
-    variance_of,
+    refuse_several_targets,
+    refuse_targets,
     widen,
 )
-from laplace_plus.likelihoods.elementwise import refuse_targets
-from laplace_plus.likelihoods.sampling import draw_by, is_full
+from laplace_plus.likelihoods.marginal import Marginal, variance_of
+from laplace_plus.likelihoods.sampling import draw_by
 
 _REACH = 5.5
 """How many deviations of a logit the integrals of the link ``"gumbel"`` reach."""
 
 
-def _nodes(count: int, total: float = 1.0) -> dict[torch.dtype, Tensor]:
+def _nodes(count: int, total: float = 1.0) -> Tensor:
     """For equidistant τ from 0 to 1: ``τ − τ⁵`` and ``τ⁵``, each beside the trapezoidal weights times a total."""
     tau, step = torch.linspace(0, 1, count, dtype=torch.float64, device="cpu"), total / (count - 1)
     bent = 5 * step * tau**4
-    nodes = torch.stack([torch.cat([tau - tau**5, step - bent]), torch.cat([tau**5, bent])])
-    return {dtype: nodes.to(dtype) for dtype in (torch.float32, torch.float64)}
+    return torch.stack([torch.cat([tau - tau**5, step - bent]), torch.cat([tau**5, bent])])
 
 
 _TIMES, _NODES = _nodes(24), _nodes(20, (2 * math.pi) ** -0.5)
@@ -63,7 +61,7 @@ _TIMES, _NODES = _nodes(24), _nodes(20, (2 * math.pi) ** -0.5)
 probability was 3e-4 for variances up to 100, 6e-4 up to 1000, and 2e-2 beyond."""
 
 
-def _scales(count: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+def _scales(count: int) -> Tensor:
     """Variances ``τ²`` and logarithms of weights: for τ by its density, the logistic distribution is ``E N(0, τ²)``.
 
     τ/2 is distributed as Kolmogorov's statistic (Stefanski, 1991, "A normal scale mixture representation of the
@@ -75,8 +73,7 @@ def _scales(count: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
     rates = (4 * terms - 4 * terms.sqrt() + 1) * math.pi**2 / 2  # of the same, by its other series
     early = ((2 * rates / tau**2 - 1) / tau * torch.exp(-rates / tau**2)).sum(0)
     density = torch.where(tau < 1.5, math.sqrt(2 * math.pi) * early, late)
-    nodes = torch.stack([tau**2, (density / density.sum()).log()])
-    return {dtype: tuple(nodes.to(dtype)) for dtype in (torch.float32, torch.float64)}
+    return torch.stack([tau**2, (density / density.sum()).log()])
 
 
 LOGISTIC_SCALES = _scales(32)
@@ -129,46 +126,37 @@ class Categorical(Likelihood):
     weight: Any = None
     label_smoothing: float = 0.0
     weighted: bool = False
+    per_output = ("weight",)
+    training_options = {"weight": None, "label_smoothing": 0.0}  # noqa: RUF012
     config_name = "categorical"
     links = ("gumbel", "probit", "mc", "bridge", "network")
     is_classifier = True
 
     def __post_init__(self) -> None:
         if self.weight is not None:
-            weight = torch.as_tensor(self.weight, dtype=torch.float64).detach()
-            object.__setattr__(self, "weight", tuple(weight.flatten().tolist()))
-            if weight.dim() != 1 or not bool((weight >= 0).all() and weight.isfinite().all() and weight.any()):
-                what, expected = "The class weights cannot be used.", "C non-negative numbers, not all zero"
-                raise ConfigurationError(what, expected=expected, got=str(weight.tolist()))
-        checks.number("label_smoothing", self.label_smoothing, least=0.0, most=math.nextafter(1.0, 0.0))
+            weight = checks.weights("the classes' weights", torch.as_tensor(self.weight, dtype=torch.float64), [None])
+            object.__setattr__(self, "weight", tuple(weight.tolist()))
+        checks.number("label_smoothing", self.label_smoothing, least=0.0, below=1.0)
 
-    @property
-    def _is_modified(self) -> bool:
-        return self.weight is not None or self.label_smoothing > 0
-
-    @property
-    def of_new_targets(self) -> Categorical | None:
-        """That without weights and smoothing."""
-        return Categorical(self.ignore_index, self.output_axis) if self._is_modified or self.weighted else None
-
-    def _totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``t [N, C]`` for labels ``[N]`` or soft labels ``[N, C]``."""
+    def _totals(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """``t [N, C]`` for soft labels ``[N, C]``, or weighted or smoothed labels ``[N]``; None for plain ones."""
+        if not targets.is_floating_point() and self.weight is None and not self.label_smoothing:
+            return None
         size = outputs.shape[-1]
         q = targets if targets.is_floating_point() else one_hot(targets.long(), size)
         q = (1 - self.label_smoothing) * q.to(outputs.dtype) + self.label_smoothing / size
         return q if self.weight is None else q * torch.tensor(self.weight, dtype=q.dtype, device=q.device)
 
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+    def check_targets(self, outputs: Tensor, targets: Any) -> None:
         """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
-        checks.finite("The network's output", outputs)
-        targets = self.without_weights(outputs, targets)
-        require_one_target(self, targets)
+        if not isinstance(targets, Tensor):
+            refuse_several_targets(self, targets)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             expected = 'at least two outputs, or likelihood="binary"'
             raise OutputError("One logit does not define several classes.", expected=expected, got="C = 1")
         if targets.is_floating_point() and targets.dim() == outputs.dim():
-            q = self._arranged(targets)
+            q = targets.movedim(self.output_axis, -1)
             close = (widen(q).sum(-1) - 1).abs() <= max(1e-4, 4 * torch.finfo(q.dtype).eps)
             if q.shape != outputs.shape or not bool(((q >= 0).all(-1) & close).all()):
                 expected = f"probabilities {list(outputs.shape)} that sum to one over the classes"
@@ -190,17 +178,13 @@ class Categorical(Likelihood):
             fix = "Count classes from 0, and give the network one output for each"
             refuse_targets(wrong, labels, "Some class indices are out of range.", expected=known, fix=fix)
 
-    def _arranged(self, soft: Tensor) -> Tensor:
-        return soft if self.output_axis == -1 or soft.dim() == 2 else soft.movedim(self.output_axis, -1)  # noqa: PLR2004
-
-    def flattened(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch; ignored rows get class 0 and weight 0."""
-        flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(-1, outputs.shape[-1])
+    def prepare(self, outputs: Tensor, targets: Tensor, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Soft labels ``[N, C]``, or class indices ``[N]``, of which ignored ones are 0 and do not count."""
         if targets.is_floating_point():
-            return flat, self._arranged(targets).reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+            return targets.movedim(self.output_axis, -1).reshape(flat.shape).to(flat.dtype), None
         labels = targets.reshape(-1).long()
         kept = labels != self.ignore_index
-        return flat, torch.where(kept, labels, torch.zeros_like(labels)), kept.to(flat.dtype)
+        return labels.where(kept, 0), kept
 
     def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
         """The labels' class weights, summed; the number of soft labels."""
@@ -208,23 +192,18 @@ class Categorical(Likelihood):
             return super().n_terms(targets, weight, n_outputs)
         return float((torch.tensor(self.weight, device=targets.device)[targets] * weight).sum())
 
-    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
-        """∞ where no entry is negative and every row sums to one, up to rounding."""
-        if outputs.min() < 0 or (widen(outputs).sum(-1) - 1).abs().max() > torch.finfo(outputs.dtype).eps ** 0.5:
-            return -math.inf
-        return math.inf
-
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log softmax(f)_y``, ``[N]``; in general ``Σ_k t_k log p_k``."""
-        if targets.is_floating_point() or self._is_modified:
-            return (self._totals(outputs, targets) * outputs.log_softmax(-1)).sum(-1)
+        t = self._totals(outputs, targets)
+        if t is not None:
+            return (t * outputs.log_softmax(-1)).sum(-1)
         return outputs.log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``p - e_y``, ``[N, C]``; in general ``(Σ t) p − t``."""
         p, complement = _probabilities(outputs)
-        if targets.is_floating_point() or self._is_modified:
-            t = self._totals(p, targets)
+        t = self._totals(p, targets)
+        if t is not None:
             return t.sum(-1, keepdim=True) * p - t
         index = targets.long().unsqueeze(-1)
         return p.scatter(-1, index, -complement.gather(-1, index))
@@ -242,14 +221,8 @@ class Categorical(Likelihood):
         p, complement = _probabilities(outputs)
         root = p.sqrt()
         found = torch.diagonal_scatter(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement, dim1=-2, dim2=-1)
-        return found if self.weight is None else found * self._totals(p, targets).sum(-1).sqrt()[..., None, None]
-
-    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Class indices; UnsupportedError with weights or smoothing, as gradients at drawn labels are others."""
-        if self._is_modified:
-            what, fix = "Weighted or smoothed labels cannot be drawn.", 'Use the exact curvature: backend="native".'
-            raise UnsupportedError(what, got=repr(self), fix=fix)
-        return self.sample(outputs, generator=generator)
+        t = None if self.weight is None else self._totals(p, targets)
+        return found if t is None else found * t.sum(-1).sqrt()[..., None, None]
 
     def distribution(self, outputs: Tensor) -> CategoricalDistribution:
         """A categorical distribution with batch shape ``[...]``."""
@@ -335,7 +308,7 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
         if entries.shape[-1] > 2:  # noqa: PLR2004
             variance = variance - entries[..., 1:2] - entries[..., 2:3]
         variance, ahead = variance.clamp_min(0.0), mean - mean.flip(-1)
-        scales, log_weights = (own.to(mean.device) for own in LOGISTIC_SCALES[mean.dtype])
+        scales, log_weights = LOGISTIC_SCALES.to(mean)
         units = ahead.unsqueeze(-1) * (variance.unsqueeze(-1) + scales).rsqrt()
         logits = (log_ndtr(units) + log_weights).logsumexp(-1)
         return torch.where(ahead < -20 - 1.5 * variance, ahead + variance / 2, logits)  # there σ is exp
@@ -345,14 +318,10 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     top = p.argmax(-1, keepdim=True)
     spread = torch.expm1(variance + variance.gather(-1, top)).square() * p * p.sqrt()
     large = ~(spread.scatter(-1, top, 0.0).sum(-1) < _SMALL)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # graphs that are recorded do not depend on values
-        result = (mean + variance / 2 * (1 - 2 * p)).log_softmax(-1)
-        return torch.where(large.unsqueeze(-1), _integrated_logits(mean, variance), result).view(shape)
-    n_large = int(large.count_nonzero())
-    if n_large and n_large == len(large):
-        return _integrated_logits(mean, variance).view(shape)
     result = (mean + variance / 2 * (1 - 2 * p)).log_softmax(-1)
-    if n_large:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # graphs that are recorded do not depend on values
+        return torch.where(large.unsqueeze(-1), _integrated_logits(mean, variance), result).view(shape)
+    if bool(large.any()):
         result = result.index_put((large,), _integrated_logits(mean[large], variance[large]))
     return result.view(shape)
 
@@ -363,7 +332,7 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
     The trapezoidal rule converges geometrically here. Nodes are equidistant at first, then farther and farther apart:
     narrow steps cut wider ones off, so they lie near the end that nodes count from, whatever the variances' ratios.
     """
-    times, nodes = _TIMES[mean.dtype].to(mean.device), _NODES[mean.dtype].to(mean.device)
+    times, nodes = _TIMES.to(mean), _NODES.to(mean)
     n_times, n_nodes, size = times.shape[1] // 2, nodes.shape[1] // 2, mean.shape[-1]
     rows = max(1, _BYTES[mean.device.type == "cpu"] // (2 * n_nodes * n_times * size * mean.element_size()))
     recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # graphs do not depend on values
@@ -415,9 +384,6 @@ def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
     ``α_k = (1 - 2/C + exp(m_k)/C² Σ_l exp(-m_l)) / V_kk`` after conditioning the Gaussian on ``Σ_k f_k = 0``, because
     softmax does not depend on the sum.
     """
-    if not is_full(mean, covariance):
-        fix = 'Ask for the full functional covariance, or use link="probit"'
-        raise ConfigurationError("The Laplace bridge needs covariances.", got="variances only", fix=fix)
     n_classes = mean.shape[-1]
     row_sum = covariance.sum(-1)
     total = row_sum.sum(-1, keepdim=True)

@@ -9,27 +9,20 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
-from torch.distributions import Distribution, MultivariateNormal, NegativeBinomial
+from torch.distributions import Distribution, NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
-from torch.nn.functional import binary_cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import (
-    Likelihood,
-    Marginal,
-    OutputCurvature,
-    describe,
-    require_one_target,
-    uniform_mixture,
-    variance_of,
-)
+from laplace_plus.checks import describe
+from laplace_plus.errors import LabelError
+from laplace_plus.likelihoods.base import Likelihood, OutputCurvature, filled, refuse_several_targets, refuse_targets
+from laplace_plus.likelihoods.marginal import Marginal, uniform_mixture, variance_of
 from laplace_plus.likelihoods.sampling import draw_by
 
 
@@ -63,7 +56,8 @@ class Elementwise(Likelihood):
 
     def align(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Targets ``[B, *, D]`` for outputs ``[B, *, C]``; nothing but ``[B, *]`` is broadcast: LabelError."""
-        require_one_target(self, targets)
+        if not isinstance(targets, Tensor):
+            refuse_several_targets(self, targets)
         observations, size = outputs.shape[:-1], self.n_targets(outputs.shape[-1])
         if size == 1 and targets.shape == observations:
             return targets.unsqueeze(-1)
@@ -75,17 +69,17 @@ class Elementwise(Likelihood):
         what = "The targets do not have the shape of the outputs."
         raise LabelError(what, expected=expected, got=describe(targets), fix=self.hint)
 
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+    def check_targets(self, outputs: Tensor, targets: Any) -> None:
         """Refuse invalid targets, and targets of another shape than the outputs'."""
-        checks.finite("The network's output", outputs)
-        aligned = self.align(outputs, self.without_weights(outputs, targets))
-        refuse_targets(~self.is_valid(aligned), aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
+        aligned = self.align(outputs, targets)
+        valid = self.is_valid(aligned)
+        if not bool(valid.all()):
+            refuse_targets(~valid, aligned, self.wrong_targets, expected=self.valid_targets, fix=self.hint)
 
-    def flattened(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch; targets become floating ``[N, D]``, and rows without an observed entry get weight 0."""
-        flat, aligned, weight = super().flattened(outputs, self.align(outputs, targets))
-        aligned = aligned.to(flat.dtype)
-        return flat, aligned, weight * self.observed(aligned).any(-1)
+    def prepare(self, outputs: Tensor, targets: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Floating targets ``[N, D]``; rows without an observed entry do not count."""
+        aligned = self.align(outputs, targets).flatten(0, outputs.dim() - 2).to(flat.dtype)
+        return aligned, self.observed(aligned).any(-1)
 
     def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
         """The observed entries, each as often as its row counts."""
@@ -99,17 +93,12 @@ class Elementwise(Likelihood):
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log p(y_c|f)`` over the observed entries, ``[N]``."""
         targets = targets.to(torch.promote_types(targets.dtype, outputs.dtype))
-        return self.entries(outputs, _filled(targets)).where(self.observed(targets), 0.0).sum(-1)
+        return self.entries(outputs, filled(targets)).where(self.observed(targets), 0.0).sum(-1)
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag`` of :meth:`root_diagonal`, zero for outputs of entries that were not observed, ``[N, C, C]``."""
         observed = self.observed(targets).repeat(1, outputs.shape[-1] // self.n_targets(outputs.shape[-1]))
         return torch.diag_embed(self.root_diagonal(outputs, targets).where(observed, 0.0))
-
-    def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
-        """As for any likelihood, of the observed entries."""
-        found = observed_log_prob(marginal.distribution if marginal.together is None else marginal.together, targets)
-        return found.sum(-1) if found.dim() == targets.dim() else found
 
     def mixture(self, outputs: Tensor) -> Distribution:
         """A mixture over samples ``[S, ..., C]`` for every entry of a target by itself."""
@@ -118,37 +107,10 @@ class Elementwise(Likelihood):
         return uniform_mixture(type(given)(**last, validate_args=False), like=outputs)
 
 
-def _filled(targets: Tensor) -> Tensor:
-    """Targets with a valid number for NaN, since derivatives at NaN would be NaN even where they are left out."""
-    return torch.where(targets.isnan(), torch.ones_like(targets), targets)
-
-
-def observed_log_prob(law: Distribution, targets: Tensor) -> Tensor:
-    """``log p`` of targets without their NaN: of each entry, 0 where it is NaN, or of a joint normal's others."""
-    missing = targets.isnan()
-    if not isinstance(law, MultivariateNormal):
-        return law.log_prob(_filled(targets)).where(~missing, 0.0)
-    if not bool(missing.any()):
-        return law.log_prob(targets)
-    # Missing entries become independent standard normals at their mean, and their densities are taken out.
-    apart = missing.unsqueeze(-1) | missing.unsqueeze(-2)
-    identity = torch.eye(targets.shape[-1], dtype=law.loc.dtype, device=law.loc.device)
-    law = MultivariateNormal(law.loc, torch.where(apart, identity, law.covariance_matrix), validate_args=False)
-    constant = 0.5 * math.log(2 * math.pi) * missing.sum(-1)
-    return law.log_prob(torch.where(missing, law.loc, targets)) + constant
-
-
 def like_observed(drawn: Tensor, targets: Any) -> Tensor:
     """Drawn targets, NaN where the data's own are."""
     alike = isinstance(targets, Tensor) and drawn.shape == targets.shape and drawn.is_floating_point()
     return drawn.where(~targets.isnan(), math.nan) if alike else drawn
-
-
-def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: str, fix: str) -> None:
-    """Raise a ``LabelError`` if any target is wrong; it names the first one and counts them."""
-    if bool(wrong.any()):
-        got = f"{targets[wrong][0].item()} ({int(wrong.sum())} of {targets.numel()} targets of {targets.dtype})"
-        raise LabelError(message, expected=expected, got=got, fix=fix)
 
 
 @final
@@ -176,6 +138,8 @@ class Bernoulli(Elementwise):
     output_axis: int = -1
     pos_weight: Any = None
     weighted: bool = False
+    per_output = ("pos_weight",)
+    training_options = {"pos_weight": None}  # noqa: RUF012
     config_name = "bernoulli"
     links = ("probit", "mc", "network")
     is_classifier = True
@@ -186,28 +150,14 @@ class Bernoulli(Elementwise):
     def __post_init__(self) -> None:
         if self.pos_weight is not None:
             weight = torch.as_tensor(self.pos_weight, dtype=torch.float64).detach()
+            checks.numbers("pos_weight", checks.shape("pos_weight", weight, [None] * min(weight.dim(), 1)), above=0.0)
             object.__setattr__(self, "pos_weight", tuple(weight.flatten().tolist()))
-            if weight.dim() > 1 or not bool(((weight > 0) & weight.isfinite()).all()):
-                what, expected = "pos_weight cannot be used.", "a positive number, or C of them"
-                raise ConfigurationError(what, expected=expected, got=str(weight.tolist()))
-
-    @property
-    def of_new_targets(self) -> Bernoulli | None:
-        """That without weights."""
-        return Bernoulli(self.output_axis) if self.weighted or self.pos_weight else None
 
     def factors(self, targets: Tensor) -> Tensor:
         """The factor ``[N, C]`` of each term: ``pos_weight`` of ones, else 1."""
         if self.pos_weight is None:
             return torch.ones_like(targets)
         return torch.where(targets == 1, torch.tensor(self.pos_weight, dtype=targets.dtype, device=targets.device), 1.0)
-
-    def validate(self, outputs: Tensor, targets: Any) -> None:
-        """Refuse anything but zeros and ones of the outputs' shape."""
-        if len(self.pos_weight or (1,)) not in (1, outputs.shape[-1]):
-            expected = f"{len(self.pos_weight)} outputs, or one pos_weight"
-            raise OutputError("pos_weight does not fit the outputs.", expected=expected, got=describe(outputs))
-        super().validate(outputs, targets)
 
     def is_valid(self, targets: Tensor) -> Tensor:
         """Zeros, ones and NaN."""
@@ -216,21 +166,6 @@ class Bernoulli(Elementwise):
     def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log sigmoid(±f_c)``, ``[N, C]``; unlike a cross-entropy without cancellation where p is close to y."""
         return self.factors(targets) * logsigmoid((2 * targets - 1) * outputs)
-
-    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
-        """The log-likelihood of outputs in [0, 1] as probabilities, less that as logits, or as the best constant.
-
-        Logits of a trained network may all lie in [0, 1] where one class is a little more frequent. As probabilities
-        they then fit worse than a constant, while those of a trained network fit better.
-        """
-        flat, targets, weight = self.rows(outputs, targets)
-        if flat.min() < 0 or flat.max() > 1:
-            return -math.inf
-        share, y = weight.unsqueeze(-1) * self.observed(targets) * self.factors(targets), _filled(targets)
-        losses = partial(binary_cross_entropy, target=y, weight=share, reduction="sum")
-        constant = losses(((share * y).sum() / share.sum().clamp_min(1e-30)).expand_as(flat))
-        loss = torch.minimum(constant, -(share * logsigmoid((2 * y - 1) * flat)).sum())
-        return float(loss - losses(flat))
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
@@ -247,13 +182,6 @@ class Bernoulli(Elementwise):
         """``diag w p (1 - p)``; zero for entries that were not observed."""
         scales = weight.unsqueeze(-1) * self.observed(targets) * self.root_diagonal(outputs, targets).square()
         return OutputCurvature(scales, scales, coupled=False)
-
-    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Zeros and ones ``[..., C]``; UnsupportedError with ``pos_weight``, where drawn gradients are others."""
-        if self.pos_weight is not None:
-            what, fix = "Labels with pos_weight cannot be drawn.", 'Use the exact curvature: backend="native".'
-            raise UnsupportedError(what, got=repr(self), fix=fix)
-        return self.sample(outputs, generator=generator)
 
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
         """Bernoulli distributions with batch shape ``[..., C]``."""
@@ -300,12 +228,6 @@ class Poisson(Elementwise):
     weighted: bool = False
     config_name = "poisson"
     links = ("exact", "mc")
-    scales = (
-        "rates",
-        "log-rates",
-        "any real numbers",
-        "Leave out the last exp or softplus, or return torch.log of it.",
-    )
     wrong_targets = "Some targets are not counts."
     valid_targets = "whole numbers, 0 or more, or NaN where one is missing"
     hint = 'Use likelihood="regression" for real numbers.'
@@ -318,12 +240,6 @@ class Poisson(Elementwise):
     def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``y_c f_c - exp f_c - log y_c!``, ``[N, C]``."""
         return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
-
-    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
-        """The log-likelihood of positive outputs as rates, less that as their logarithms."""
-        if outputs.min() <= 0:
-            return -math.inf
-        return float(self.statistics(outputs.log(), targets) - self.statistics(outputs, targets))
 
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``exp(f/2)``."""

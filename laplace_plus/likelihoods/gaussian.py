@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -13,10 +12,13 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal, StudentT
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.base import LAST_AXIS, Likelihood, Marginal, describe, require_one_target, variance_of
+from laplace_plus.checks import describe
+from laplace_plus.errors import LabelError, OutputError
+from laplace_plus.likelihoods.base import LAST_AXIS, Likelihood, refuse_several_targets
 from laplace_plus.likelihoods.elementwise import Elementwise
-from laplace_plus.likelihoods.sampling import cholesky, is_full, standard_normal
+from laplace_plus.likelihoods.marginal import Marginal, noisy_normal, variance_of
+from laplace_plus.likelihoods.sampling import standard_normal
+from laplace_plus.priors import as_hyperparameter
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -32,8 +34,21 @@ class RealTargets(Elementwise):
     )
 
     @abstractmethod
+    def new_noise(self, outputs: Tensor) -> Tensor:
+        """The deviation of new targets, ``[..., D]``."""
+
     def distribution(self, outputs: Tensor) -> Normal:
-        """Normal distributions with batch shape ``[..., D]``."""
+        """Normal distributions of new targets, with batch shape ``[..., D]``."""
+        noise = self.new_noise(outputs)
+        return Normal(outputs[..., : noise.shape[-1]], noise, validate_args=False)
+
+    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Ones (unit noise)."""
+        return torch.ones_like(outputs)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: ``N(m, V + σ²)`` of new targets."""
+        return noisy_normal(mean, covariance, self.new_noise(mean).square())
 
     def is_valid(self, targets: Tensor) -> Tensor:
         """Finite floating numbers, and NaN."""
@@ -65,10 +80,11 @@ class Gaussian(RealTargets):
     """
 
     is_gaussian = True
+    per_output = ("noise_std",)
 
     def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1, weighted: bool = False):
         with torch.inference_mode(False):  # tensors made in inference mode cannot be differentiated later
-            self._noise_std = _checked_noise(noise_std).detach().clone()
+            self._noise_std = checked_noise(noise_std).detach().clone()
         self.n_noise = self._noise_std.numel()  # 1, or C for one noise level per output
         self.output_axis, self.weighted = output_axis, weighted
 
@@ -91,15 +107,8 @@ class Gaussian(RealTargets):
 
     def _groups(self, noise_std: float | Tensor | None) -> Tensor:
         """The noise ``[K]``; a single number applies to all groups."""
-        noise = self._noise_std if noise_std is None else _checked_noise(noise_std, self.n_noise)
-        return noise.reshape(-1).expand(self.n_noise)
-
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse anything but finite floating targets of the outputs' shape."""
-        if self.n_noise not in (1, outputs.shape[-1]):
-            expected = f"{self.n_noise} outputs, or noise_std of one number"
-            raise OutputError("The noise levels do not fit the outputs.", expected=expected, got=describe(outputs))
-        super().validate(outputs, targets)
+        noise = (self._noise_std if noise_std is None else checked_noise(noise_std)).reshape(-1)
+        return checks.shape("noise_std", noise.expand(self.n_noise) if len(noise) == 1 else noise, [self.n_noise])
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[SSE_1 … SSE_K, count_1 … count_K]``: summed squared errors and their number, for every noise group."""
@@ -118,36 +127,17 @@ class Gaussian(RealTargets):
         """``f - y`` (unit noise), ``[N, C]``; 0 for entries that were not observed."""
         return (outputs - targets).where(self.observed(targets), 0.0)
 
-    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Ones (unit noise)."""
-        return torch.ones_like(outputs)
-
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The identity (unit noise), ``[N, C, C]``, stored once; without the entries that were not observed."""
-        if bool(targets.isnan().any()):
-            return torch.diag_embed(self.observed(targets).to(outputs.dtype))
-        identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-        return identity.expand(*outputs.shape, -1)
-
-    output_root = output_hessian
-
-    def distribution(self, outputs: Tensor) -> Normal:
-        """Normal distributions with batch shape ``[..., C]``."""
-        return Normal(outputs, self._noise_std.to(outputs).expand_as(outputs), validate_args=False)
+    def new_noise(self, outputs: Tensor) -> Tensor:
+        """``σ``."""
+        return self._noise_std.to(outputs).expand_as(outputs)
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """``f + ε`` (unit noise), ``[..., C]``."""
         return outputs + standard_normal(outputs.shape, like=outputs, generator=generator)
 
-    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
-        """``"exact"``: ``N(m, V + σ²)``."""
-        noise_variance = self._noise_std.to(mean).square().expand_as(mean)
-        return noisy_normal(mean, covariance, noise_variance)
-
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
         """``N(m, V + σ²)`` of all ``N C`` numbers."""
-        noise_variance = self._noise_std.to(mean).square().expand_as(mean).reshape(-1)
-        found = noisy_normal(mean.reshape(-1), covariance, noise_variance)
+        found = noisy_normal(mean.reshape(-1), covariance, self.new_noise(mean).square().reshape(-1))
         if found.together is not None:
             return found.together
         return MultivariateNormal(found.mean, scale_tril=found.variance.sqrt().unsqueeze(-1), validate_args=False)
@@ -179,56 +169,35 @@ class HeteroscedasticGaussian(RealTargets):
     output_axis: int = LAST_AXIS
     weighted: bool = False
     config_name = "heteroscedastic_gaussian"
-    scales = (
-        "variances or deviations",
-        "log-variances",
-        "any real numbers, of which exp is the variance",
-        "Return torch.log(variance), or 2 * torch.log(deviation), beside the means; or leave out the last softplus or "
-        "exp, and train so.",
-    )
     couples_outputs = True
 
     def n_targets(self, n_outputs: int) -> int:
-        """D, half the outputs."""
-        return n_outputs // 2
-
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse an odd number of outputs, and anything but finite floating targets ``[B, *, D]``."""
-        if outputs.shape[-1] % 2:
+        """D, half the outputs; OutputError for an odd number of these."""
+        if n_outputs % 2:
             expected = "an even number of outputs: D means, then D log-variances"
-            raise OutputError("The outputs do not come in pairs.", expected=expected, got=describe(outputs))
-        super().validate(outputs, targets)
+            raise OutputError("The outputs do not come in pairs.", expected=expected, got=f"{n_outputs} outputs")
+        return n_outputs // 2
 
     def entries(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``-½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N, D]``."""
         mean, log_variance = outputs.chunk(2, -1)
         return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI)
 
-    def evidence_for_another_scale(self, outputs: Tensor, targets: Tensor) -> float:
-        """The larger log-likelihood of positive numbers as variances or deviations, less that as log-variances."""
-        mean, spread = outputs.chunk(2, -1)
-        if spread.min() <= 0:
-            return -math.inf
-        readings = spread.log(), 2 * spread.log(), spread
-        first, second, own = (self.statistics(torch.cat([mean, one], -1), targets) for one in readings)
-        return float(torch.maximum(first, second) - own)
-
     def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """``(exp(-l/2), √½)``, ``[N, 2 D]``, of the expected information."""
-        _, log_variance = outputs.chunk(2, -1)
+        log_variance = outputs.chunk(2, -1)[1]
         return torch.cat([(-0.5 * log_variance).exp(), torch.full_like(log_variance, math.sqrt(0.5))], -1)
 
-    def distribution(self, outputs: Tensor) -> Normal:
-        """Normal distributions with batch shape ``[..., D]``."""
-        mean, log_variance = outputs.chunk(2, -1)
-        return Normal(mean, (0.5 * log_variance).exp(), validate_args=False)
+    def new_noise(self, outputs: Tensor) -> Tensor:
+        """``exp(l/2)``."""
+        return (0.5 * outputs.chunk(2, -1)[1]).exp()
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: the exact mean ``m`` and variance ``V_m + exp(l + V_l / 2)``, as those of a normal."""
         size = mean.shape[-1] // 2
         variance = variance_of(mean, covariance)
         aleatoric = (mean[..., size:] + 0.5 * variance[..., size:]).exp()
-        block = covariance[..., :size, :size] if is_full(mean, covariance) else covariance[..., :size]
+        block = covariance[..., :size, :size] if covariance.dim() > mean.dim() else covariance[..., :size]
         return replace(noisy_normal(mean[..., :size], block, aleatoric), information=None)
 
 
@@ -270,7 +239,8 @@ class GivenNoise(RealTargets):
                 raise LabelError(what, expected=expected, got=describe(targets), fix=self.hint)
             noise = noise.reshape(noise.shape + (1,) * (values.dim() - noise.dim()))
             targets = torch.stack([values, noise.to(values).expand_as(values)], -1)
-        require_one_target(self, targets)
+        if not isinstance(targets, Tensor):
+            refuse_several_targets(self, targets)
         if targets.shape == (*outputs.shape, 2):
             return targets
         if outputs.shape[-1] == 1 and targets.shape == (*outputs.shape[:-1], 2):
@@ -301,15 +271,11 @@ class GivenNoise(RealTargets):
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """UnsupportedError: drawn targets have no noise of their own."""
-        raise UnsupportedError("Targets with given noise cannot be drawn.", fix='Use backend="native".')
+        self.lacks("cannot draw targets with given noise", fix='Use backend="native".')
 
-    def distribution(self, outputs: Tensor) -> Normal:
-        """Normal distributions of new targets, with batch shape ``[..., C]``."""
-        return Normal(outputs, torch.full_like(outputs, self.new_noise_std), validate_args=False)
-
-    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
-        """``"exact"``: ``N(m, V + s²)`` of new targets."""
-        return noisy_normal(mean, covariance, torch.full_like(mean, self.new_noise_std**2))
+    def new_noise(self, outputs: Tensor) -> Tensor:
+        """The deviation of targets that come without one."""
+        return torch.full_like(outputs, self.new_noise_std)
 
     def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
         """``log N(y; m, V + diag s²)`` with each target's own noise."""
@@ -334,61 +300,26 @@ class StudentTNoise(RealTargets):
     def __init__(self, shape: float, rate: Tensor, output_axis: int = -1):
         self.shape, self.rate, self.output_axis = shape, rate, output_axis
 
+    def new_noise(self, outputs: Tensor) -> Tensor:
+        """``√(rate/(shape − 1))``."""
+        return (self.rate / (self.shape - 1)).sqrt().to(outputs).expand_as(outputs)
+
     def distribution(self, outputs: Tensor, epistemic: float | Tensor = 0.0) -> Distribution:  # type: ignore[override]
         """Student-t distributions with batch shape ``[..., C]``, of outputs with a variance of their own."""
-        scale = ((epistemic + (self.rate / (self.shape - 1)).to(outputs)) * (1 - 1 / self.shape)).sqrt()
-        return StudentT(
-            torch.full_like(outputs, 2 * self.shape), outputs, scale.expand_as(outputs), validate_args=False
-        )
-
-    def root_diagonal(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Ones (unit noise)."""
-        return torch.ones_like(outputs)
+        scale = ((epistemic + self.new_noise(outputs).square()) * (1 - 1 / self.shape)).sqrt()
+        return StudentT(torch.full_like(outputs, 2 * self.shape), outputs, scale, validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: weights and noise are integrated out together."""
-        epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
-        law, information = self.distribution(mean, epistemic), independent_information(epistemic, noise)
-        return Marginal(mean, epistemic + noise, law, epistemic, noise, information=information)
+        variance = variance_of(mean, covariance)
+        found = noisy_normal(mean, variance, self.new_noise(mean).square())
+        return replace(found, distribution=self.distribution(mean, variance))
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
         """UnsupportedError: torch has no multivariate Student-t distribution."""
-        raise UnsupportedError("Student-t noise has no joint density here.", expected="joint=False", got="joint=True")
+        self.lacks("has no joint density", expected="joint=False", got="joint=True")
 
 
-def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Marginal:
-    """``N(mean, covariance + diag(noise_variance))`` for ``mean [..., C]`` and variances or a full covariance.
-
-    The mutual information of noisy and noiseless values is ``½ log det(I + D⁻¹ covariance D⁻¹)`` in nats ``[...]``,
-    with ``D² = diag(noise_variance)``.
-    """
-    variance = variance_of(mean, covariance)
-    total = variance + noise_variance
-    every = mean, total, Normal(mean, total.sqrt(), validate_args=False), variance, noise_variance
-    # torch's multivariate normal cannot evaluate an empty batch.
-    if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
-        return Marginal(*every, information=independent_information(variance, noise_variance))
-    deviation = noise_variance.sqrt()
-    # In units of the noise the matrix is at least the identity, however small the noise.
-    identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-    root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
-    together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
-    return Marginal(*every, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0))
-
-
-def independent_information(variance: Tensor, noise_variance: Tensor) -> Tensor:
-    """Mutual information ``[...]`` of noisy and noiseless values ``[..., C]`` that are independent, in nats."""
-    return 0.5 * torch.log1p(variance / noise_variance).sum(-1)
-
-
-def _checked_noise(noise_std: float | Tensor, count: int | None = None) -> Tensor:
-    """A noise as float64, 0-d or ``[C]``; ConfigurationError for other values, or neither one nor ``count``."""
-    try:
-        noise = torch.as_tensor(noise_std, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        noise = torch.empty(0)
-    fits = noise.dim() <= 1 and noise.numel() in (1, count or noise.numel() or 1)
-    if not fits or not bool((torch.isfinite(noise) & (noise > 0)).all()):
-        what, expected = "The noise must be a standard deviation.", "a positive finite number, or [C] of them"
-        raise ConfigurationError(what, expected=expected, got=reprlib.repr(noise_std))
-    return noise
+def checked_noise(noise_std: float | Tensor) -> Tensor:
+    """A noise as float64, 0-d or ``[C]``; ConfigurationError unless it is made of positive numbers."""
+    return checks.numbers("noise_std", as_hyperparameter(noise_std).double(), above=0.0)

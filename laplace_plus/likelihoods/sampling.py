@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
+from laplace_plus.errors import NotPositiveDefiniteError
 
 
 def standard_normal(shape: Sequence[int], *, like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -54,16 +54,6 @@ def global_randomness(device: torch.device, generator: torch.Generator | None) -
         yield
 
 
-def is_full(mean: Tensor, covariance: Tensor) -> bool:
-    """Whether a covariance is ``[..., C, C]``, not variances ``[..., C]``; ``ConfigurationError`` if neither."""
-    if covariance.shape in ((*mean.shape, mean.shape[-1]), mean.shape):
-        return covariance.dim() > mean.dim()
-    expected = f"{[*mean.shape, mean.shape[-1]]} or {list(mean.shape)}, or joint=True across inputs"
-    raise ConfigurationError(
-        "The covariance does not fit the mean.", expected=expected, got=str(list(covariance.shape))
-    )
-
-
 def cholesky(matrix: Tensor) -> Tensor:
     """A lower-triangular ``L`` with ``L Lᵀ = matrix`` for positive *semi*-definite matrices ``[..., n, n]``.
 
@@ -95,7 +85,7 @@ def cholesky(matrix: Tensor) -> Tensor:
 def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator | None) -> Tensor:
     """Samples ``[n, ..., C]`` of ``N(mean, covariance)``, with a full covariance or variances."""
     noise = standard_normal((n, *mean.shape), like=mean, generator=generator)
-    if is_full(mean, covariance):
+    if covariance.dim() > mean.dim():
         size, flat = mean.shape[-1], mean.reshape(-1, mean.shape[-1])
         # One product for each matrix: broadcast over the samples, it would be copied for each of them.
         moved = noise.view(n, -1, size).transpose(0, 1) @ cholesky(covariance.reshape(-1, size, size)).mT

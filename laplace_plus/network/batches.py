@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 from laplace_plus._progress import progress_bar
+from laplace_plus.checks import describe
 from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputError
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -408,23 +409,6 @@ def joined(trees: Sequence[Any]) -> Any:
         return Examples(chain(*parts)) if isinstance(leaf, Examples) else torch.cat(parts)
 
     return _map(one, trees[0], Examples)
-
-
-def describe(tree: Any) -> str:
-    """A tree's dtypes and shapes, as one line for an error message.
-
-    Example:
-        >>> describe((torch.zeros(2, 3), {"mask": None}))
-        '(float32 [2, 3], {mask: NoneType})'
-    """
-    if isinstance(tree, Tensor):
-        return f"{str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"
-    if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in tree.items()) + "}"
-    if _is_sequence(tree):
-        shown = [describe(child) for child in tree[:4]] + (["..."] if len(tree) > 4 else [])
-        return "(" + ", ".join(shown) + ")"
-    return type(tree).__name__
 
 
 def _map(function: Callable[[Any], Any], tree: Any, leaf: type[Any] = PackedSequence) -> Any:

@@ -269,7 +269,7 @@ class Network:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if _is_raised(error):
-                error.add_note(f"Raised by the network on a batch {batches.describe(inputs)}.")
+                error.add_note(f"Raised by the network on a batch {checks.describe(inputs)}.")
                 raise
             raise _failed(error, inputs) from error
         seen = getattr(watch, "seen", ())
@@ -357,7 +357,7 @@ def _two_ways(inputs: Any) -> DataError:
     what = "A list is one argument of the network in one batch, and several arguments in another."
     expected = "a list with an entry for each example in every batch, or in none"
     fix = "Yield {name: list, 'labels': y} for one argument, by its name in forward, or (x1, x2, y) for two."
-    return DataError(what, expected=expected, got=batches.describe(inputs), fix=fix)
+    return DataError(what, expected=expected, got=checks.describe(inputs), fix=fix)
 
 
 def _failed(error: Exception, inputs: Any) -> InputError:
@@ -367,7 +367,7 @@ def _failed(error: Exception, inputs: Any) -> InputError:
         fix += " The last of a batch's entries is its target. Weights w of examples come with theirs, as (x, (y, w)), "
         fix += "and with weighted=True in the likelihood, such as lp.Categorical(weighted=True). Leave an index out: "
         fix += "[(x, y) for x, y, index in loader]."
-    return InputError(what, expected=expected, got=batches.describe(inputs), fix=fix)
+    return InputError(what, expected=expected, got=checks.describe(inputs), fix=fix)
 
 
 def _is_raised(error: BaseException) -> bool:

@@ -25,7 +25,7 @@ from laplace_plus.errors import (
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.estimates import draw_probes
-from laplace_plus.network.batches import batch_size, describe, inputs_of, signature_of
+from laplace_plus.network.batches import batch_size, inputs_of, signature_of
 from laplace_plus.network.linearization import jvp
 from laplace_plus.network.network import Network, exact_arithmetic, full_precision
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -257,7 +257,7 @@ class Predicting(ABC):
         """
         checks.generator(generator)
         if isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable) or options.get("joint"):
-            what, got = "predict takes a loader, batch by batch.", describe(data)
+            what, got = "predict takes a loader, batch by batch.", checks.describe(data)
             raise DataError(what, got=got, fix="Call posterior(x), for joint predictions with joint=True.")
         device = self.network.device if generator is None else generator.device
         seed, found = draw_seed(generator), []

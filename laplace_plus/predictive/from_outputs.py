@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, unknown_option
+from laplace_plus.errors import DataError, NotPositiveDefiniteError, unknown_option
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import widen
-from laplace_plus.likelihoods.sampling import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
 
@@ -51,7 +50,7 @@ def from_functional(
         >>> from_functional(Bernoulli(), torch.tensor([[2.0]]), torch.tensor([[[8.0]]])).mean
         tensor([[0.7277]])
     """
-    likelihood = likelihood.of_new_targets or likelihood
+    likelihood = likelihood.of_new_targets
     link = likelihood.links[0] if link is None else link
     if link not in likelihood.links:
         raise unknown_option(type(likelihood).__name__, link, likelihood.links, word="link")
@@ -65,14 +64,12 @@ def from_functional(
         checks.shape("The covariance across inputs", covariance, (*mean.shape, *mean.shape), fix)
         blocks = covariance.reshape(n, size, n, size).diagonal(dim1=0, dim2=2)  # [C, C, N]
         covariance = blocks.movedim(-1, 0).reshape(*mean.shape, size)
-    full = covariance.dim() > mean.dim()
-    if covariance.shape != ((*mean.shape, mean.shape[-1]) if full else mean.shape):
-        is_full(mean, covariance)  # raises
-    if link == "mc" and likelihood.couples_outputs and not full and mean.shape[-1] > 1:
-        what = f"Monte Carlo for {type(likelihood).__name__} needs the covariances of the outputs."
-        expected, got = str([*mean.shape, mean.shape[-1]]), f"variances only, {list(covariance.shape)}"
-        fix = "Ask for the full functional covariance, or for another link."
-        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
+    needs_all = link == "bridge" or link == "mc" and likelihood.couples_outputs and mean.shape[-1] > 1
+    full = covariance.dim() > mean.dim() or needs_all
+    wanted = (*mean.shape, mean.shape[-1]) if full else mean.shape
+    if covariance.shape != wanted:
+        fix = f"Give covariances, or variances where the link {link!r} needs no more; across inputs pass joint=True."
+        checks.shape("The covariance", covariance, wanted, fix)
     variance = covariance.detach()
     variance = variance.diagonal(dim1=-2, dim2=-1) if full else variance
     if variance.numel():
@@ -115,13 +112,13 @@ def from_samples(
         >>> from_samples(Gaussian(0.5), torch.tensor([[[1.0]], [[3.0]]])).variance
         tensor([[1.2500]])
     """
-    if outputs.dim() < 3 or len(outputs) == 0:
-        what, fix = "outputs must be samples of network outputs.", "Stack the networks' outputs along a new first axis."
-        raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=str(list(outputs.shape)), fix=fix)
+    fix = "Stack the networks' outputs along a new first axis, [S, B, *, C]."
+    checks.count("The number of axes of samples of network outputs", outputs.dim(), 3, fix)
+    checks.count("The number of samples of network outputs", len(outputs))
     outputs = widen(outputs)
     checks.finite("The network's output", outputs)
     return Prediction(
-        likelihood=likelihood.of_new_targets or likelihood,
+        likelihood=likelihood.of_new_targets,
         functional_mean=outputs.mean(0),
         functional_covariance=None,
         link="sampled",

@@ -97,8 +97,7 @@ def functional_posteriors(
     """
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
-    if not shape.numel() or expected_outputs not in (None, shape[-1]):
-        raise wrong_outputs(shape, expected_outputs, inputs)
+    require_outputs(shape, expected_outputs, inputs)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     checks.finite("The network's output", mean)
     mode, chosen, centre, picked = "joint" if joint else "full", None, None, mean.view(shape).clone()
@@ -309,21 +308,14 @@ def outputs_for(link: str, n_outputs: int) -> Outputs:
 
 
 def require_outputs(shape: torch.Size, expected: int | None, inputs: Any) -> None:
-    """Raise :class:`DataError` for no examples, or another number of outputs."""
+    """Raise :class:`DataError` for no examples, or another number of outputs, as of an example without batch axis."""
     if not shape.numel() or expected not in (None, shape[-1]):
-        raise wrong_outputs(shape, expected, inputs)
-
-
-def wrong_outputs(shape: torch.Size, expected: int | None, inputs: Any) -> DataError:
-    """The error for no examples, or another number of outputs, as of an example without a batch axis."""
-    if not shape.numel():
-        return DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
-    what = "The network gives another number of outputs than while fitting."
-    got, fix = (
-        f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}",
-        "Pass a batch: x[None] for one input.",
-    )
-    return DataError(what, expected=f"{expected} outputs for each example", got=got, fix=fix)
+        raise DataError(
+            "There is nothing to predict, or the network gives another number of outputs than while fitting.",
+            expected=f"at least one example, with {expected or 'some'} outputs",
+            got=f"outputs of shape {list(shape)} for inputs {checks.describe(inputs)}",
+            fix="Pass a batch: x[None] for one input.",
+        )
 
 
 def wants_variances(outputs: Outputs, joint: bool) -> bool:

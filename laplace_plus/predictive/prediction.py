@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily, Normal, StudentT
 
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus import checks
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
-from laplace_plus.likelihoods.base import each
-from laplace_plus.likelihoods.elementwise import observed_log_prob
+from laplace_plus.likelihoods.base import each, observed_log_prob
 from laplace_plus.likelihoods.sampling import draw, draw_seed
 from laplace_plus.linalg.estimates import jackknife, standard_error
 
@@ -161,9 +161,8 @@ class Prediction:
         """
         aleatoric = self._split[1]
         if aleatoric is None:
-            what = f"{type(self.likelihood).__name__} does not define the variance of its targets."
             fix = "Define distribution(outputs) or moments(outputs), or pass distribution= to LogDensity."
-            raise UnsupportedError(what, expected="a likelihood with a distribution", fix=fix)
+            self.likelihood.lacks("does not define the variance of its targets", fix=fix)
         return aleatoric
 
     @cached_property
@@ -244,7 +243,7 @@ class Prediction:
         if self.likelihood.is_classifier:
             fix = "Use prediction.mean, the probabilities of the classes. How far they differ from network to network "
             fix += "say prediction.epistemic.sqrt() and prediction.samples.quantile(q, dim=0)."
-            raise UnsupportedError(f"A class has no {what}.", got=repr(self.likelihood), fix=fix)
+            self.likelihood.lacks(f"has classes, and a class has no {what}", fix=fix)
 
     # Distributions ---------------------------------------------------------------------------------------------------
 
@@ -303,7 +302,7 @@ class Prediction:
             mixed: Any = self._marginal_distribution
             return (targets.reshape(self.functional_mean.shape) * mixed.logits).sum(-1)
         if soft:
-            raise UnsupportedError("Soft labels have no joint density.", expected="joint=False", got="joint=True")
+            self.likelihood.lacks("has no joint density of soft labels", expected="joint=False", got="joint=True")
         if self.marginal is not None and not self.joint:
             log_density = self.likelihood.marginal_log_density(
                 self.marginal, targets.reshape(*lead, *targets.shape[1:])
@@ -385,10 +384,8 @@ class Prediction:
 def _checked_levels(value: float | Tensor, name: str) -> Tensor:
     """Probabilities strictly between 0 and 1, 0-d or ``[Q]`` float64."""
     levels = torch.as_tensor(value, dtype=torch.float64).detach()
-    if levels.ndim > 1 or not levels.numel() or not bool(((levels > 0) & (levels < 1)).all()):
-        what = f"{name} must be a probability."
-        raise ConfigurationError(what, expected=f"0 < {name} < 1, a number or [Q]", got=repr(value))
-    return levels
+    checks.shape(name, levels, [None] * min(levels.ndim, 1))
+    return checks.numbers(name, levels, above=0.0, below=1.0)
 
 
 def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:

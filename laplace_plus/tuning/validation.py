@@ -205,8 +205,8 @@ class _Settings:
                 setattr(candidate, name, value)
             found = candidate.predictive(inputs, generator=torch.Generator().manual_seed(seed), **self._options)
             for likelihood in self.likelihoods:
-                same, own = likelihood is self._posterior.likelihood, likelihood.of_new_targets or likelihood
-                yield found if same else replace(found, likelihood=own)
+                same = likelihood is self._posterior.likelihood
+                yield found if same else replace(found, likelihood=likelihood.of_new_targets)
 
 
 def _at_noises(likelihood: Likelihood, log_noise: Tensor, shifts: Sequence[float]) -> list[Likelihood]:

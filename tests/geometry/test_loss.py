@@ -121,7 +121,7 @@ def test_a_precision_of_zero_leaves_the_plain_loss(linearized):
     expected = landscape.value(points) + points[:, 12:].square().sum(1)
     torch.testing.assert_close(partly.value(points), expected)
     for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigurationError, match="not proper"):
+        with pytest.raises(ConfigurationError, match="prior precision is out of range"):
             LossLandscape(net, "classification", [(x, y)], prior_precision=wrong)
 
 

@@ -170,7 +170,8 @@ def test_leverages_of_one_are_refused_or_taken_from_the_exact_matrix(cls):
     assert float(posterior.prior_precision) == 1e-3
     # how many, and the largest one
     precision = posterior.functional_posterior(x).covariance
-    hessian = lp.Categorical().output_hessian(net(x).detach(), y)
+    root = lp.Categorical().output_root(net(x).detach(), y)
+    hessian = root @ root.mT
     values = torch.linalg.eigvals(precision @ hessian).real.amax(-1)
     assert f"{int((values >= 1).sum())} of 12" in str(caught.value)
     assert f"{float(values.max()):.3g}" in str(caught.value)
@@ -222,9 +223,8 @@ def test_tokens(unit, leverages):
     outputs, jacobians = net(x).detach(), jacobian(net, x).view(6, 3, 3, -1)
     used = y != -100
     safe = torch.where(used, y, 0)
-    hessians = (
-        lp.Categorical().output_hessian(outputs.view(-1, 3), safe.view(-1)).view(6, 3, 3, 3) * used[..., None, None]
-    )
+    root = lp.Categorical().output_root(outputs.view(-1, 3), safe.view(-1))
+    hessians = (root @ root.mT).view(6, 3, 3, 3) * used[..., None, None]
     gradients = (outputs.softmax(-1) - nn.functional.one_hot(safe, 3)) * used[..., None]
     each = torch.einsum("ntcp,ntcd,ntdq->ntpq", jacobians, hessians, jacobians)
     total = each.sum((0, 1)) + 0.4 * torch.eye(posterior.n_parameters, dtype=torch.float64)

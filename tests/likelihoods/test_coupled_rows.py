@@ -195,7 +195,7 @@ def test_independent_rows_are_never_refused(dtype, scale):
 
 def test_what_coupled_rows_do_not_have():
     net, data = problem(cox)
-    with pytest.raises(ConfigurationError, match=r"wrong shape.*couples_rows=True"):
+    with pytest.raises(ConfigurationError, match=r"another shape.*couples_rows=True"):
         lp.Full(net, cox).fit(data)
     likelihood = lp.LogDensity(cox, couples_rows=True)
     for kind in ("empirical_fisher", "ggn_mc"):

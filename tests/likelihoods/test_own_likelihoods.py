@@ -26,8 +26,8 @@ def test_defaults_by_autodiff_agree_with_closed_forms(likelihood):
     targets = likelihood.sample(outputs, generator=generator(1))
     own = LogDensity(likelihood.log_density)
     torch.testing.assert_close(own.gradient(outputs, targets), likelihood.gradient(outputs, targets))
-    root = own.output_root(outputs, targets)
-    torch.testing.assert_close(root @ root.mT, likelihood.output_hessian(outputs, targets), rtol=1e-10, atol=1e-10)
+    root, known = own.output_root(outputs, targets), likelihood.output_root(outputs, targets)
+    torch.testing.assert_close(root @ root.mT, known @ known.mT, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(own.statistics(outputs, targets)[0], likelihood.statistics(outputs, targets)[0])
     assert not root.requires_grad
 
@@ -42,7 +42,8 @@ def test_a_log_density_that_is_not_concave_is_named():
     assert StudentT().output_root(near, near).item() > 0
     with pytest.raises(UnsupportedError, match="not concave"):
         StudentT().output_root(far, near)
-    assert StudentT().output_hessian(far, near).item() < 0
+    hessian = torch.autograd.functional.hessian(lambda f: -StudentT().log_density(f, near).sum(), far)
+    assert hessian.item() < 0
 
 
 def test_a_distribution_of_ones_own_gives_moments_and_samples():
@@ -67,7 +68,7 @@ def test_without_a_distribution_there_are_no_samples():
 
 
 def test_log_densities_of_the_wrong_kind():
-    with pytest.raises(ConfigurationError, match="wrong shape"):
+    with pytest.raises(ConfigurationError, match="another shape"):
         LogDensity(lambda f, y: (f * y).sum()).gradient(torch.ones(2, 1), torch.ones(2, 1))
     with pytest.raises(RuntimeError, match="does not require grad"):
         LogDensity(lambda f, y: f.detach().sum(-1)).gradient(torch.ones(2, 1), torch.ones(2, 1))

@@ -102,7 +102,7 @@ def test_whole_weights_are_repeated_rows(kind, name):
     assert_close(a.predictive(x).mean, b.predictive(x).mean)
     new = cut(y, slice(None))
     assert_close(a.predictive(x).log_prob(new), b.predictive(x).log_prob(new))
-    assert repr(a.likelihood.of_new_targets) == repr(plain.of_new_targets or plain)
+    assert repr(a.likelihood.of_new_targets) == repr(plain.of_new_targets)
 
 
 @pytest.mark.parametrize("name", ["Full", "KFAC", "EKFAC", "reduce", "Diagonal", "last"])
@@ -275,7 +275,7 @@ def test_scores_are_those_of_repeated_rows():
     assert_close(
         metrics.root_mean_squared_error(mean, targets, w), metrics.root_mean_squared_error(mean[index], targets[index])
     )
-    with pytest.raises(ConfigurationError, match="not all zero"):
+    with pytest.raises(ConfigurationError, match="weight.*> 0"):
         metrics.accuracy(p, y, weight=0 * w)
 
 
@@ -292,7 +292,6 @@ def test_pos_weight_is_that_of_torch(pos_weight):
     hessian = torch.autograd.functional.hessian(lambda at: loss(at, y).sum(), f)
     hessian, root = torch.einsum("ncnd->ncd", hessian), likelihood.output_root(f, y)
     assert_close(root @ root.mT, hessian)
-    assert_close(likelihood.output_hessian(f, y), hessian)
     assert_close(likelihood.output_curvature(rows, targets, share).diagonal, hessian.diagonal(dim1=-2, dim2=-1))
     mean = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(pos_weight).double())(f, y)
     assert_close(-likelihood.log_density(f, y).sum() / likelihood.n_terms(y, share, 2), mean)
@@ -320,8 +319,8 @@ def test_weights_survive_a_file(tmp_path):
         ),
         ("classification", "pair", LabelError, "weighted=True"),
         (lp.Categorical(weighted=True), "plain", LabelError, "leave weighted=True out|Leave weighted=True out"),
-        (lp.Categorical(weighted=True), "negative", LabelError, "negative or not finite"),
-        (lp.Categorical(weighted=True), "shape", LabelError, r"w >= 0, \[24\]"),
+        (lp.Categorical(weighted=True), "negative", LabelError, "weight of a target.*≥ 0"),
+        (lp.Categorical(weighted=True), "shape", LabelError, r"w \[24\]"),
         (lp.Bernoulli(pos_weight=(1.0, 2.0)), "plain", OutputError, "2 outputs, or one pos_weight"),
     ],
 )
@@ -340,7 +339,7 @@ def test_other_batches_are_told_what_to_write(likelihood, batch, error, part):
 
 def test_what_has_no_weights():
     _, own, net, x, y, w = problem("classes")
-    with pytest.raises(ConfigurationError, match="positive number"):
+    with pytest.raises(ConfigurationError, match="pos_weight.*> 0"):
         lp.Bernoulli(pos_weight=-1.0)
-    with pytest.raises(UnsupportedError, match="cannot be drawn"):
+    with pytest.raises(UnsupportedError, match="cannot draw"):
         lp.Full(net, lp.Bernoulli(pos_weight=2.0), backend=lp.Native("ggn_mc")).fit([(x, torch.zeros(N, 3))])

@@ -201,7 +201,7 @@ def test_errors_of_ensembles():
     with pytest.raises(UnsupportedError, match="Gaussian"):
         lp.Ensemble(networks(3), "classification").fit([(x, torch.zeros(2).long())])
     one = networks(1, 1)
-    with pytest.raises(ConfigurationError, match="noise must be"):
+    with pytest.raises(ConfigurationError, match="noise_std is out of range"):
         lp.Ensemble(one, "regression").fit([(x, one[0].eval()(x).detach())])
     with pytest.raises(InputError):
         lp.Ensemble(networks(3), "classification").predictive(torch.zeros(2, 7, dtype=torch.float64))

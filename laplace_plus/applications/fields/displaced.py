@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import checks
+from laplace_plus.checks import describe
 from laplace_plus.errors import DataError
-from laplace_plus.network.batches import describe
 from laplace_plus.network.network import Network
 
 Render = Callable[[Any, Callable[[Tensor], Tensor]], Any]

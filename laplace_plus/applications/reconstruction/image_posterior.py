@@ -18,7 +18,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.applications.reconstruction.filters import FilterCovariance, Filters
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.linalg import Operator
-from laplace_plus.network.batches import call, describe, output_tensor
+from laplace_plus.network.batches import call, output_tensor
 from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import Selection
 from laplace_plus.priors import as_hyperparameter
@@ -91,7 +91,8 @@ class ImagePosterior:
         inputs = network.receive(z)
         images = network.forward(inputs)
         if images.ndim < 2 or len(images) != 1:  # noqa: PLR2004
-            raise errors.DataError("This is not one image.", expected="outputs [1, *, H, W]", got=describe(images))
+            got = checks.describe(images)
+            raise errors.DataError("This is not one image.", expected="outputs [1, *, H, W]", got=got)
         image = images[0].to(network.dtype)
         matrix = _operator_matrix(self.operator, image)
         y = torch.as_tensor(y).double().to(network.device).flatten()

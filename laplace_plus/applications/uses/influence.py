@@ -159,7 +159,7 @@ def _scalars(posterior: GaussianPosterior, outputs: Tensor, targets: Any, of: Sc
     elif checks.choice("of", of, ("loss", "logit")) == "loss":
         noise = posterior.likelihood.noise_std
         plain = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
-        values = -(plain.of_new_targets or plain).log_densities(outputs, targets)
+        values = -plain.of_new_targets.log_densities(outputs, targets)
     else:
         values = outputs.gather(1, targets.long().view(-1, 1))[:, 0]
     return checks.shape("The scalars", values, outputs.shape[:1])
