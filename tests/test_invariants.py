@@ -140,24 +140,6 @@ def test_seven_times_the_same_datum(name, kind):
         assert relative_error(seven.precision_matrix() - prior, 7 * one) < 1e-11  # the prior of 50 is subtracted
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_order_of_the_data_does_not_matter(name):
-    x, y = data(9)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    shuffled = fit(name, "ggn", batches(x[order], y[order], [4, 5]))
-    want = whole(name, "ggn", "classification")
-    assert relative_error(shuffled.precision_matrix(), want.precision_matrix()) < ROUNDING
-
-
-def test_a_refit_forgets():
-    x, y = data(9)
-    for name in CLASSES:
-        posterior = fit(name, "ggn", [(x, y)])
-        before = posterior.precision_matrix()
-        assert torch.equal(posterior.fit([(x, y)]).precision_matrix(), before)
-        assert posterior.n_data == 9
-
-
 # -- dense references of every curvature -------------------------------------------------------------------------------
 
 

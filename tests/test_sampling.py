@@ -139,40 +139,6 @@ def test_the_statistic_sees_ten_percent():
 # -- the generator -----------------------------------------------------------------------------------------------------
 
 
-def draw_everything(posterior, x, generator):
-    """All that is random about a posterior, from one generator."""
-    results = [posterior.sample(3, generator=generator)]
-    for options in ({"link": "mc"}, {"method": "sampled"}, {"link": "mc", "joint": True}):
-        prediction = posterior.predictive(x, n_samples=6, generator=generator, **options)
-        results += [
-            prediction.mean,
-            prediction.variance,
-            prediction.samples,
-            prediction.entropy(),
-            prediction.mutual_information(),
-        ]
-    return results
-
-
-@pytest.mark.parametrize(
-    "likelihood", ["classification", "regression", lp.Poisson()], ids=["classes", "reals", "counts"]
-)
-@pytest.mark.parametrize("name", CLASSES)
-def test_generator_is_the_only_randomness(name, likelihood):
-    posterior, x = fitted(CLASSES[name], likelihood=likelihood)
-    torch.manual_seed(11)
-    state = torch.get_rng_state()
-    first = draw_everything(posterior, x[:4], torch.Generator().manual_seed(3))
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(12)
-    second = draw_everything(posterior, x[:4], torch.Generator().manual_seed(3))
-    other = draw_everything(posterior, x[:4], torch.Generator().manual_seed(4))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    # Every result varies with the generator: none is drawn from somewhere else or not at all.
-    same = [torch.equal(a, b) for a, b in zip(first, other, strict=True)]
-    assert not any(same)
-
-
 def test_monte_carlo_curvature_takes_the_generator():
     posterior, x = fitted(lp.Diagonal)
     y = torch.arange(len(x)) % 3

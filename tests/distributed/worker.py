@@ -116,7 +116,6 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "diagonal": lambda net: lp.Diagonal(net, "classification"),
     "full": lambda net: lp.Full(net, "classification", temperature=0.5),
     "last layer": lambda net: lp.Full(net, "classification", parameters="last_layer"),
-    "kfac last layer": lambda net: lp.KFAC(net, "classification", parameters="last_layer"),
     "masked": lambda net: lp.KFAC(net, "classification", parameters=torch.arange(count(net)) % 3 > 0),
     "diagonal output": lambda net: lp.KFAC(net, "classification", parameters="last_layer", output_factor="diagonal"),
     "empirical": lambda net: lp.Full(net, "classification", backend=lp.Native("empirical_fisher")),
@@ -137,7 +136,7 @@ def count(net: nn.Module) -> int:
 
 
 def equal_to_one_process(kind: str, rank: int) -> None:
-    for n_first in (9, 14, 0) if kind in ("kfac", "ekfac") else (9,):  # uneven shards, and empty ones on either rank
+    for n_first in (9, 14, 0) if kind == "kfac" else (9,):  # uneven shards, and empty ones on either rank
         assert_same(fit(KINDS[kind](network()), shard(rank, n_first)), alone(kind))
 
 
@@ -218,11 +217,11 @@ def monte_carlo_labels_differ_between_ranks(rank: int, folder: Path) -> None:
     single.fit([(x, y)], generator=torch.Generator().manual_seed(0))
     ((_, one),) = [pair for pair in single.state.curvature if pair[0].key.startswith("7.weight")]
     assert not torch.allclose(block.values, 2 * one.values)
-    many = lp.Native("ggn_mc", n_samples=500)
+    many = lp.Native("ggn_mc", n_samples=200)
     estimate = fit(lp.Diagonal(net, "classification", backend=many), shard(rank, 4), generator=torch.Generator())
     exact = lp.Diagonal(net, "classification").fit(whole())
     found, wanted = (sum(b.values.sum() for _, b in one.state.curvature) for one in (estimate, exact))
-    assert abs(found / wanted - 1) < 0.1  # the standard error is about 0.02
+    assert abs(found / wanted - 1) < 0.1  # the standard error is about 0.03
 
 
 def small_low_rank() -> Any:
@@ -287,7 +286,7 @@ class Failing:
 @check
 def a_rank_that_fails(rank: int, folder: Path) -> None:
     started = time.perf_counter()
-    for kind, at in (("kfac", 1), ("ekfac", 1), ("ekfac", 2), ("full", 1)):
+    for kind, at in (("kfac", 1), ("ekfac", 2)):
         for culprit in (0, 1):
             posterior = KINDS[kind](network())
             loader = Failing(shard(rank, 9), at if rank == culprit else 0)

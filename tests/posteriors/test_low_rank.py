@@ -91,18 +91,6 @@ def test_noise_and_temperature_weigh_the_eigenvalues():
     torch.testing.assert_close(posterior.precision_matrix(), expected, rtol=1e-8, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_monte_carlo_curvature_honours_the_generator():
-    model, data = problem()
-
-    def fit(seed):
-        posterior = low_rank(model, backend=lp.Native("ggn_mc", n_samples=2))
-        return posterior.fit(data, generator=torch.Generator().manual_seed(seed)).precision_matrix()
-
-    assert torch.equal(fit(0), fit(0))
-    assert not torch.allclose(fit(0), fit(1))
-
-
 def test_remainder_estimates_what_the_pairs_leave_out(fits, monkeypatch):
     model, data, posterior = *fits[:2], copy.deepcopy(fits[2])
     full = lp.Full(model, "classification", prior_precision=0.05).fit(data)
