@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -105,10 +106,6 @@ def test_outcomes_come_back_in_their_units():
     samples = logs.posterior(x).rsample(torch.Size([4000])).log()
     error = bare.posterior(x).variance.sqrt() / 4000**0.5
     assert ((samples.mean(0) - bare.posterior(x).mean).abs() < 5 * error).all()
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
 
 
 def test_conditioning_is_bayes_rule_in_the_linearised_network():

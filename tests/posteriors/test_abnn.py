@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from problems import generator as seeded
 from torch import nn
 from torch.func import functional_call, vmap
 
@@ -23,10 +24,6 @@ class TestABNN(PosteriorConformance):
 
     def make(self, model, likelihood, **options):
         return lp.ABNN(model, likelihood, n_members=2, epochs=2, **options)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def classified(n=60, classes=4, seed=0):

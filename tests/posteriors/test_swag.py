@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 from torch.testing import assert_close
 
@@ -22,10 +23,6 @@ def net(norm=False):
     torch.manual_seed(0)
     layers = [nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3)]
     return nn.Sequential(*layers).double()
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def walked(model, steps, seed=0, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -32,10 +33,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.rows(self.output, torch.tanh(self.rows(self.hidden, x, x[:, 0])), x[:, 1])
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
 
 
 def tuned(tuner, cls=lp.KFAC):

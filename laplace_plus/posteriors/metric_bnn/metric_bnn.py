@@ -283,7 +283,7 @@ class MetricBNN(Posterior):
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        >>> posterior = lp.MetricBNN(net, "regression", n_steps=20, latent={"epochs": 300}).fit([(x, 2 * x)])
+        >>> posterior = lp.MetricBNN(net, "regression", n_steps=10, latent={"epochs": 200}).fit([(x, 2 * x)])
         >>> posterior.predictive(x[:3]).variance.shape, posterior.exploration.sample(4).shape
         (torch.Size([3, 1]), torch.Size([4, 25]))
     """
