@@ -95,7 +95,8 @@ def test_last_layer(model, cls):
     assert_probabilities(posterior.predictive(images))
 
 
-@the_first
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_diagonal(model):
     posterior = lp.Diagonal(model.build(), "classification", backend=MONTE_CARLO if model.large else "native")
     images, labels = model.batch()
