@@ -89,9 +89,10 @@ class FrozenPosterior(nn.Module):
         self.body = model if name else nn.Identity()
         index = _entries(network, self.pads)
         entries = (network.vector() if posterior.tangent_mean is None else posterior.tangent_mean)[index]
+        heat = posterior.output_temperature
         bias: Any = entries[:, -1] if self.pads else last.bias
-        weight = widen(entries[:, : entries.shape[1] - self.pads])
-        shift = torch.zeros(len(weight)).to(weight) if bias is None else widen(bias)
+        weight = widen(entries[:, : entries.shape[1] - self.pads]) / heat
+        shift = torch.zeros(len(weight)).to(weight) if bias is None else widen(bias) / heat
         needed: Any = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
         pair = _Pair.create(weight) if link == "gumbel" and len(weight) == 2 else None  # noqa: PLR2004
         tensors: dict[str, Any] = {"noise": None if noise is None else noise.square().to(weight)}
@@ -100,11 +101,12 @@ class FrozenPosterior(nn.Module):
         self.rotates = False
         if isinstance(factor, EigenFactor) and isinstance(factor.basis, KroneckerBasis | IdentityBasis):
             needed = "diagonal" if pair else needed
-            tensors |= self._table(factor, pair, needed, weight, shift)
+            table = factor.values[0].reciprocal() / heat**2
+            tensors |= self._table(factor.basis, table, pair, needed, weight, shift)
         else:
             covariance = posterior.covariance_matrix()[index.flatten()[:, None], index.flatten()]
             covariance = covariance.view(*index.shape, *index.shape).transpose(0, 1)
-            tensors["dense"] = covariance.flatten(1)  # [i, C C i]
+            tensors["dense"] = covariance.flatten(1) / heat**2  # [i, C C i]
         self.needed = needed
         self.has_noise, self.has_pair, self.is_dense = noise is not None, pair is not None, "dense" in tensors
         for key, value in tensors.items():
@@ -113,12 +115,12 @@ class FrozenPosterior(nn.Module):
         self.train(False)
 
     def _table(
-        self, factor: EigenFactor, pair: _Pair | None, needed: Any, weight: Tensor, shift: Tensor
+        self, basis: Any, table: Tensor, pair: _Pair | None, needed: Any, weight: Tensor, shift: Tensor
     ) -> dict[str, Tensor | None]:
         """Weights of the outputs and of the features in the eigenbasis, and what their squares are multiplied by."""
-        table, size, offset = factor.values[0].reciprocal(), len(weight), None
-        left = _formed(getattr(factor.basis, "left", None), table[:, 0])
-        right = _formed(getattr(factor.basis, "right", None), table[0])
+        size, offset = len(weight), None
+        left = _formed(getattr(basis, "left", None), table[:, 0])
+        right = _formed(getattr(basis, "right", None), table[0])
         unit = torch.eye(size).to(table)
         if pair is not None:
             unit = torch.cat([unit, unit[:1] - unit[1:]])

@@ -115,6 +115,8 @@ class Through:
         view._other_likelihood = self.likelihood
         if self.likelihood is not None and view.link not in self.likelihood.links:
             view.link = None  # which the tuning chose for other outputs
+        if self.likelihood is not None and not self.likelihood.is_classifier:
+            view.output_temperature = 1.0  # that of logits
         for one in (view, *(value for value in vars(view).values() if isinstance(value, Posterior))):
             one.network, state = self._network, one.state
             one._found = None if state is None else replace(state, n_outputs=self._n_outputs)

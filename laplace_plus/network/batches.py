@@ -411,6 +411,16 @@ def joined(trees: Sequence[Any]) -> Any:
     return _map(one, trees[0], Examples)
 
 
+def rejoined(parts: list[Any], size: int) -> list[Any]:
+    """Few examples of many batches as batches of so many, where the shapes of their tensors agree."""
+    leaves = [flatten(part)[0] for part in parts]
+    shapes = {tuple(getattr(leaf, "shape", ())[1:] for leaf in own) for own in leaves}
+    if len(shapes) > 1 or not all(isinstance(leaf, Tensor) and leaf.ndim for own in leaves[:1] for leaf in own):
+        return parts
+    whole = joined(parts)
+    return [cut(whole, slice(start, start + size)) for start in range(0, batch_size(whole), size)]
+
+
 def _map(function: Callable[[Any], Any], tree: Any, leaf: type[Any] = PackedSequence) -> Any:
     if isinstance(tree, Mapping):
         return {key: _map(function, value, leaf) for key, value in tree.items()}

@@ -72,10 +72,12 @@ class Posterior(Predicting):
         network: The model as a function of the selected parameters.
         options: The arguments of the class's own.
         training_data: The loaders of the fit, for methods that pass over the data again.
-        tuning: The result of the last tuning, which also chose the next three.
+        tuning: The result of the last tuning, which also chose the next four.
         link: What ``predictive`` takes by default; None for the likelihood's first.
         covariance_scale: Factor on a Gaussian's covariance: a cold posterior for less than 1. A new prior precision or
             fit sets it to 1. The evidence is without it.
+        output_temperature: Divides the outputs, the logits of a classifier, in :meth:`predictive`, not in
+            :meth:`functional_posterior`; it changes no posterior. Reset as ``covariance_scale`` is.
         tangent_mean: The tangent model's optimum, where linearised predictions have it as their mean.
         noise_per_output: Whether the fit gives each of several outputs a noise level of its own: so for
             ``"regression"``, by its name, until a noise is set.
@@ -124,7 +126,7 @@ class Posterior(Predicting):
         self.training_data = TrainingData()
         self.tuning: TuningResult | None = None
         self.link: str | None = None
-        self.covariance_scale, self.tangent_mean = 1.0, None
+        self.covariance_scale, self.output_temperature, self.tangent_mean = 1.0, 1.0, None
         self._prior_groups: Groups | None = None  # other than the layers
         self._prior_precision = self._checked_precision(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean, copy=True)
@@ -283,7 +285,8 @@ class Posterior(Predicting):
         self._prior_precision = result.prior_precision
         if result.noise_std is not None:
             self.noise_std = result.noise_std
-        self.tuning, self.link, self.covariance_scale = result, result.link, result.covariance_scale
+        self.tuning, self.link = result, result.link
+        self.covariance_scale, self.output_temperature = result.covariance_scale, result.output_temperature
         self.tangent_mean = result.vector if result.predictive_mean == "tangent" else None
         for name, value in result.settings.items():
             setattr(self, name, value)
@@ -319,7 +322,8 @@ class Posterior(Predicting):
     def prior_precision(self, value: float | Tensor) -> None:
         precision = self._checked_precision(value)
         GaussianPrior.create(precision, self._prior_mean, self._group_index())
-        self._prior_precision, self.link, self.covariance_scale = precision, None, 1.0
+        self._prior_precision, self.link = precision, None
+        self.covariance_scale = self.output_temperature = 1.0
 
     def _checked_precision(self, value: float | Tensor) -> Tensor:
         precision = as_hyperparameter(value, copy=True)  # the caller may go on writing to theirs
@@ -335,7 +339,7 @@ class Posterior(Predicting):
 
     @property
     def temperature(self) -> Tensor:
-        """Divides the log-likelihood and the curvature."""
+        """Divides the log-likelihood and the curvature, and no logits: see :attr:`output_temperature`."""
         return self._temperature
 
     @temperature.setter

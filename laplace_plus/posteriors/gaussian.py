@@ -82,7 +82,7 @@ class GaussianPosterior(Posterior):
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
         earlier = before or self.earlier
-        state, seen = self._added(data, earlier, **options)
+        state, seen = self.sums(data, earlier, **options)
         if earlier is not None:
             state = earlier.plus(state)
         elif corrected:
@@ -108,7 +108,7 @@ class GaussianPosterior(Posterior):
             require_influence(self, False)
         return state
 
-    def _added(
+    def sums(
         self,
         data: Iterable[Any],
         earlier: GaussianState | None,
@@ -212,7 +212,7 @@ class GaussianPosterior(Posterior):
             self.prior()  # refuses a prior of another shape
         super().set_state(state)
         self.tangent_mean = self.link = None
-        self.covariance_scale = 1.0
+        self.covariance_scale = self.output_temperature = 1.0
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
 

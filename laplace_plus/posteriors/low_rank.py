@@ -110,13 +110,13 @@ class LowRank(GaussianPosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def _added(
+    def sums(
         self, data: Iterable[Any], earlier: GaussianState | None, *, reduce: Reduce | None = None, **options: Any
     ) -> tuple[GaussianState, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         require_one_noise(self)
         generator = options["generator"]
-        state, seen = super()._added(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
+        state, seen = super().sums(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
         own = curvature_operator(self.backend, self.network, self.likelihood, data, **options) if seen else None
         with torch.no_grad():
             if reduce is None:

@@ -57,6 +57,7 @@ class Predicting(ABC):
     likelihood: Likelihood
     link: str | None
     tangent_mean: Tensor | None
+    output_temperature: float
     _found: Any  # the state of the fit, and a mark of the network then
     _mark: Any
 
@@ -198,6 +199,7 @@ class Predicting(ABC):
         likelihood, how = self._other_likelihood or self.likelihood, method or self.default_method
         way, many = link or self.link or likelihood.links[0], self._found.n_outputs > MANY_OUTPUTS
         count = MOST_SAMPLES if n_samples is None else checks.count("n_samples", n_samples)
+        heat = self.output_temperature
         with exact_arithmetic(self.network), torch.set_grad_enabled(differentiable):
             x = self.network.receive(x)
             if how == "sampled":
@@ -208,12 +210,12 @@ class Predicting(ABC):
                     raise ConfigurationError(what, expected=expected, got=got)
                 drawn = torch.stack(list(self.sampled_outputs(x, count, generator)))
                 require_outputs(drawn.shape, self._found.n_outputs or None, x)
-                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+                return from_samples(likelihood, drawn / heat, generator=generator, joint=joint)
             if how != "linearized":
                 raise unknown_option("predictive", how, ("linearized", "sampled"), word="method")
             if way == "mc" and many and not differentiable and is_sampled(self.network, x, joint=joint):
                 drawn = self._linear_samples(x, count, generator)
-                return from_samples(likelihood, drawn, generator=generator, joint=joint)
+                return from_samples(likelihood, drawn / heat, generator=generator, joint=joint)
             needed = outputs_for(way, self._found.n_outputs) if many and not joint else None
             options: dict[str, Any] = {"joint": joint, "outputs": needed, "differentiable": differentiable}
             found = None
@@ -221,9 +223,11 @@ class Predicting(ABC):
                 source = torch.Generator(self.network.device).manual_seed(0) if generator is None else generator
                 found = self._estimated(x, n_samples or n_samples_for(self.n_parameters), source, **options)
             found = found or self._exact(x, **options) or self._estimated(x, None, generator, **options)
-            made = from_functional(likelihood, *found, link=way, n_samples=count, generator=generator, joint=joint)
+            own = found if heat == 1 else (found.mean / heat, found.covariance / heat**2)
+            made = from_functional(likelihood, *own, link=way, n_samples=count, generator=generator, joint=joint)
             if isinstance(found, EstimatedPosterior):
-                made = replace(made, without_each=found.without_each)
+                each = found.without_each
+                made = replace(made, without_each=lambda: each() / heat**2)
             if made.marginal is None:
                 _ = made.samples  # drawn here and now rather than under the caller's autocast
             return made

@@ -227,8 +227,8 @@ class Riemannian(Posterior):
 
     @property
     def tuners(self) -> Mapping[str, type[Tuner]]:  # type: ignore[override]
-        """Those of the tangent, without the default that compares linearised predictions."""
-        return {name: tuner for name, tuner in self.tangent.tuners.items() if name != "auto"}
+        """Those of the tangent, without the two that compare linearised predictions."""
+        return {name: tuner for name, tuner in self.tangent.tuners.items() if name not in ("auto", "unseen")}
 
     @override
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:

@@ -8,6 +8,7 @@ from laplace_plus.tuning.marginal_likelihood import ExpectationMaximisation, Mac
 from laplace_plus.tuning.noise import NoiseEstimate, noise_from_residuals
 from laplace_plus.tuning.tangent import Tangent, TangentResult
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
+from laplace_plus.tuning.unseen import Unseen, UnseenTuning
 from laplace_plus.tuning.validation import Validation
 
 GAUSSIAN_TUNERS: dict[str, type] = {
@@ -18,6 +19,7 @@ GAUSSIAN_TUNERS: dict[str, type] = {
     "validation": Validation,
     "leave_one_out": LeaveOneOut,
     "auto": Auto,
+    "unseen": Unseen,
 }
 """The tuners of Gaussian posteriors, by shorthand; tuners of your own may be added."""
 
@@ -39,6 +41,8 @@ __all__ = [
     "TangentResult",
     "Tuner",
     "TuningResult",
+    "Unseen",
+    "UnseenTuning",
     "Validation",
     "noise_from_residuals",
     "tangent_optimum",

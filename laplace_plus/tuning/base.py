@@ -39,7 +39,7 @@ class TuningResult:
         vector: θ*, the tangent model's optimum ``[P]``, for tuners by its evidence; else None.
         predictive_mean: ``"tangent"`` if linearised predictions are to be around θ*, else ``"network"``.
         link: What ``predictive`` is to take by default; None for the likelihood's first.
-        covariance_scale: That of the posterior.
+        covariance_scale, output_temperature: Those of the posterior.
         sem: Standard error of the value, where random vectors estimate it.
         precision_sem: That of the log precision which is known worst; above 0.01 nothing has converged.
         settings: Attributes of the posterior that stand in for a prior precision, and their chosen values.
@@ -57,6 +57,7 @@ class TuningResult:
     predictive_mean: str = field(default="network", kw_only=True)
     link: str | None = field(default=None, kw_only=True)
     covariance_scale: float = field(default=1.0, kw_only=True)
+    output_temperature: float = field(default=1.0, kw_only=True)
     sem: float = field(default=0.0, kw_only=True)
     precision_sem: float = field(default=0.0, kw_only=True)
     settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)

@@ -116,13 +116,7 @@ class Rows:
             start += size
             if len(own):
                 parts.append(batches.cut(part, own.tolist()))
-        leaves = [batches.flatten(part)[0] for part in parts]
-        if len({tuple(getattr(leaf, "shape", ())[1:] for leaf in own) for own in leaves}) == 1 and all(
-            isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves[0]
-        ):  # a few rows of many batches are fewer batches
-            whole, starts = batches.joined(parts), range(0, len(index), self.batch_size)
-            parts = [batches.cut(whole, slice(start, start + self.batch_size)) for start in starts]
-        return parts, torch.arange(len(index), device=index.device)
+        return batches.rejoined(parts, self.batch_size), torch.arange(len(index), device=index.device)
 
 
 def rows_of(

@@ -131,7 +131,7 @@ class SpatialField(GaussianPosterior):
         """Add up the curvature of the vertices over batches ``(rays, targets)``."""
         seen = torch.zeros((), dtype=torch.long)
         add = partial(self._accumulate, seen)
-        state, _ = self._added(data, before, progress=progress, generator=generator, accumulate=add)
+        state, _ = self.sums(data, before, progress=progress, generator=generator, accumulate=add)
         if not seen:
             fix = "Give the box that the field was trained in, in the units of its coordinates."
             expected = f"points from {list(self.grid.lower)} to {list(self.grid.upper)}"

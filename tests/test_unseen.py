@@ -1,0 +1,210 @@
+"""Networks that were trained elsewhere: tuning by folds of rows that they have not seen."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.tuning import Unseen
+from laplace_plus.tuning.unseen import folds_of
+
+CLASSES = {
+    "KFAC": lambda *a: lp.KFAC(*a),
+    "EKFAC": lambda *a: lp.KFAC(*a, eigenvalue_corrected=True),
+    "Full": lambda *a: lp.Full(*a),
+    "Diagonal": lambda *a: lp.Diagonal(*a),
+    "LowRank": lambda *a: lp.LowRank(*a, rank=5, remainder_probes=0),
+    "last layer": lambda *a: lp.Full(*a, parameters="last_layer"),
+    "Subnetwork": lambda *a: lp.Subnetwork(*a, lp.LargestMagnitude(10)),
+}
+
+
+def problem(likelihood="classification", n=60, size=3, overconfident=1.0, seed=0):
+    """A network whose outputs are the truth's times a factor, and batches of rows."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, size)).double()
+    x = torch.randn(n, 2).double()
+    f = net(x).detach() * 2
+    if likelihood == "regression":
+        y = f / 2 + 0.3 * torch.randn_like(f)
+    elif likelihood == "binary":
+        y = (torch.rand_like(f) < f.sigmoid()).double()
+    else:
+        y = torch.distributions.Categorical(logits=f).sample()
+    with torch.no_grad():
+        if likelihood != "regression":
+            for own in net[2].parameters():
+                own.mul_(2 * overconfident)
+    return net, [(x[i : i + 25], y[i : i + 25]) for i in range(0, n, 25)]
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
+def test_left_out_losses_are_those_of_refits(likelihood):
+    net, data = problem(likelihood, size=2, overconfident=4.0)
+    posterior = lp.Full(net, likelihood, prior_precision=0.3).fit(data)
+    tuned = lp.Full(net, likelihood, prior_precision=0.3).fit(data).fit_prior_precision("unseen")
+    found, (x, y) = tuned.tuning, (torch.cat(column) for column in zip(*data, strict=True))
+    folds, n = folds_of(posterior.network, data, 5, torch.Generator().manual_seed(0), False)
+    assert n == 60 == sum(len(t) for fold in folds for _, t in fold)
+    assert {len(fold[0][1]) for fold in folds} == {12}
+    total = 0.0
+    for fold in folds:
+        others = [pair for other in folds if other is not fold for pair in other]
+        refit = lp.Full(net, likelihood).fit(others)
+        if likelihood == "regression":
+            refit.noise_std = tuned.noise_std
+        refit.prior_precision = tuned.prior_precision
+        refit.link, refit.covariance_scale = tuned.link, tuned.covariance_scale
+        refit.output_temperature = tuned.output_temperature
+        total -= sum(float(refit.predictive(inputs).log_prob(target).sum()) for inputs, target in fold)
+    tolerance = 1e-9 if found.chosen != "network" or likelihood != "regression" else 1e-3
+    assert total / 60 == pytest.approx(-found.value, abs=tolerance)
+    if likelihood == "regression":
+        residual = (y - net(x)).square().mean(0).sqrt()
+        assert torch.allclose(tuned.noise_std / tuned.noise_std[0], (residual / residual[0]).to(tuned.noise_std))
+    else:
+        assert found.chosen != "network" and tuned.output_temperature > 2 and found.expected_gain > 0.1
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_gaussian_class_finds_the_temperature(name):
+    net, data = problem(overconfident=4.0)
+    found = CLASSES[name](net, "classification").fit(data).fit_prior_precision("unseen")
+    assert 1.5 < found.output_temperature < 12 and found.tuning.converged
+    x, y = problem(n=2000, overconfident=4.0)[1][-1]
+    assert float(found.predictive(x).log_prob(y).mean()) > -float(nn.functional.cross_entropy(net(x).detach(), y))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_in_doubt_the_network_predicts(likelihood):
+    net, data = problem(likelihood, n=200)
+    posterior = lp.KFAC(net, likelihood).fit(data).fit_prior_precision("unseen")
+    x = data[0][0]
+    assert posterior.tuning.chosen == "network" and posterior.tuning.expected_gain == 0
+    assert "clearly" in posterior.tuning.why
+    prediction = posterior.predictive(x)
+    if likelihood == "classification":
+        assert torch.allclose(prediction.mean, net(x).softmax(-1), atol=1e-6)
+    else:  # all but the network
+        assert bool((prediction.epistemic < 1e-2 * prediction.variance).all())
+
+
+def test_the_generator_draws_the_folds():
+    net, data = problem(overconfident=4.0)
+    posterior = lp.Full(net, "classification").fit(data)
+
+    def tuned(seed):
+        source = None if seed is None else torch.Generator().manual_seed(seed)
+        return posterior.fit_prior_precision("unseen", generator=source).tuning.losses[-1]
+
+    assert tuned(1) == tuned(1) != tuned(2)
+    assert tuned(None) == tuned(0)
+
+
+def test_rows_of_the_fit_are_needed():
+    net, data = problem()
+    posterior = lp.Full(net, "classification").fit(iter(data))
+    with pytest.raises(DataError, match="data=train_loader"):
+        posterior.fit_prior_precision("unseen")
+    with pytest.raises(DataError, match="not the rows of the fit"):
+        posterior.fit_prior_precision("unseen", data=data[:1])
+    assert posterior.fit_prior_precision("unseen", data=data).tuning.method == "unseen"
+    few = [(data[0][0][:9], data[0][1][:9])]
+    with pytest.raises(DataError, match="too few rows"):
+        lp.Full(net, "classification").fit(few).fit_prior_precision("unseen")
+    with pytest.raises(ConfigurationError):
+        Unseen(folds=1)
+    ranked = lp.LogDensity(lambda f, y: f[:, 0].log_softmax(0), couples_rows=True)
+    with pytest.raises(UnsupportedError, match="left out"):
+        lp.Full(net, ranked).fit(data).fit_prior_precision("unseen")
+
+
+# -- the temperature of the outputs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm():
+    net, data = problem()
+    posterior = lp.KFAC(net, "classification", parameters="last_layer").fit(data)
+    posterior.output_temperature, posterior.covariance_scale = 2.0, 0.5
+    return net, data[0][0], posterior
+
+
+@pytest.mark.parametrize("link", ["gumbel", "probit", "network", "mc", "bridge"])
+def test_predictions_are_at_the_temperature(warm, link):
+    _, x, posterior = warm
+    mean, covariance = posterior.functional_posterior(x)
+    options = {"link": link, "generator": torch.Generator().manual_seed(1)}
+    expected = lp.predictive.from_functional(posterior.likelihood, mean / 2, covariance / 4, **options)
+    found = posterior.predictive(x, link=link, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(found.mean, expected.mean) and torch.allclose(found.functional_mean, mean / 2)
+    assert torch.allclose(posterior.predict([(x,)], link=link).functional_mean, mean / 2)
+
+
+def test_samples_are_at_the_temperature(warm):
+    _, x, posterior = warm
+    options = {"method": "sampled", "n_samples": 3}
+    hot = posterior.predictive(x, generator=torch.Generator().manual_seed(0), **options)
+    posterior.output_temperature = 1.0
+    cold = posterior.predictive(x, generator=torch.Generator().manual_seed(0), **options)
+    assert torch.allclose(hot.functional_samples, cold.functional_samples / 2)
+
+
+def test_estimated_variances_are_at_the_temperature():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 600)).double()
+    x, y = torch.randn(8, 2).double(), torch.arange(8)
+    posterior = lp.Diagonal(net, "classification").fit([(x, y)])
+    cold = posterior.predictive(x, link="probit", n_samples=5)
+    posterior.output_temperature = 2.0
+    hot = posterior.predictive(x, link="probit", n_samples=5)
+    assert torch.allclose(hot.without_each(), cold.without_each() / 4)
+
+
+def test_a_file_keeps_the_temperature(warm, tmp_path):
+    net, x, posterior = warm
+    posterior.save(tmp_path / "p")
+    loaded = lp.load(tmp_path / "p", net)
+    assert loaded.output_temperature == 2 and torch.allclose(loaded.predictive(x).mean, posterior.predictive(x).mean)
+
+
+def test_a_new_prior_or_fit_forgets_it(warm):
+    _, _, posterior = warm
+    data = posterior.training_data.first
+    posterior.prior_precision = 2.0
+    assert posterior.output_temperature == 1
+    posterior.output_temperature = 3.0
+    assert posterior.fit(data).output_temperature == 1
+    posterior.output_temperature = 3.0
+    assert posterior.fit_prior_precision("marginal_likelihood").output_temperature == 1
+
+
+def test_applications_know_it(warm):
+    net, x, posterior = warm
+    p = posterior.predictive(x).mean
+    y = p.argmax(-1)
+    conformal = lp.conformalize(posterior, [(x, y)], level=0.8)
+    k = math.ceil(0.8 * (len(x) + 1))
+    assert float(conformal.thresholds) == pytest.approx(float((1 - p.amax(-1)).sort().values[k - 1]))
+    assert torch.allclose(lp.through(posterior, net, "classification").predictive(x).mean, p)
+    numbers = lp.through(posterior, lambda x: net(x)[:, :1], "regression").predictive(x)
+    assert torch.allclose(numbers.mean, net(x)[:, :1])
+    for link in ("gumbel", "probit", "network"):
+        frozen = lp.freeze(posterior, x, link)(x)
+        assert torch.allclose(frozen.mean, posterior.predictive(x, link=link).mean)
+    assert torch.allclose(posterior.predict_proba(x), p)
+
+
+@pytest.mark.parametrize("make", [lp.Full, lp.Diagonal])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_frozen_copies_are_at_the_temperature(make, size, bias):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, size, bias=bias)).double()
+    x, y = torch.randn(20, 2).double(), torch.arange(20) % size
+    posterior = make(net, "classification", parameters="last_layer").fit([(x, y)])
+    posterior.output_temperature = 2.5
+    assert torch.allclose(lp.freeze(posterior, x)(x).mean, posterior.predictive(x).mean)
