@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from difflib import get_close_matches
 from operator import ge, gt, le, lt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError, unknown_option
+from laplace_plus.errors import WORDS, ConfigurationError, NonFiniteError
 
 PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
 """Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
@@ -102,12 +103,15 @@ def choice(name: str, value: Any, options: Iterable[Any], fix: str | None = None
     return value
 
 
-def options(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise :class:`ConfigurationError` for an option that is not known; it says what is nearest."""
-    known = list(known)
-    for name in given:
+def options(owner: str, given: Iterable[Any], known: Iterable[str], word: str = "option") -> None:
+    """Raise :class:`ConfigurationError` for an unknown one; it says what is nearest, or what it is called here."""
+    known = list(dict.fromkeys(known))
+    for name in map(str, given):
         if name not in known:
-            raise unknown_option(owner, str(name), known)
+            near = get_close_matches(name, known, 1)
+            fix = f"Write {WORDS[name]}" if name in WORDS else f"Did you mean {near[0]!r}?" if near else None
+            expected = ", ".join(known) or "none"
+            raise ConfigurationError(f"{owner} has no {word} {name!r}.", expected=expected, got=repr(name), fix=fix)
 
 
 def generator(value: Any) -> torch.Generator | None:

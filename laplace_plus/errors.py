@@ -7,8 +7,6 @@ likely catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from difflib import get_close_matches
 from inspect import currentframe
 from traceback import walk_stack
 
@@ -54,15 +52,6 @@ class LaplacePlusError(Exception):
 
 class ConfigurationError(LaplacePlusError, ValueError):
     """An argument that no method accepts: an unknown name, a wrong shape, a negative precision."""
-
-
-def unknown_option(owner: str, name: str, known: Iterable[str], *, word: str = "option") -> ConfigurationError:
-    """The error for an option that something does not have; it says what is nearest, or what it is called here."""
-    known = list(dict.fromkeys(known))
-    near = get_close_matches(name, known, 1)
-    fix = f"Write {WORDS[name]}" if name in WORDS else f"Did you mean {near[0]!r}?" if near else None
-    expected = ", ".join(known) or "none"
-    return ConfigurationError(f"{owner} has no {word} {name!r}.", expected=expected, got=repr(name), fix=fix)
 
 
 class SelectionError(ConfigurationError):

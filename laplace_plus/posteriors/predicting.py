@@ -20,7 +20,6 @@ from laplace_plus.errors import (
     ModelChangedError,
     NotFittedError,
     UnsupportedError,
-    unknown_option,
 )
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -195,7 +194,7 @@ class Predicting(ABC):
             x = inputs_of(batch)
         elif batch:
             known = [*signature_of(Predicting.predictive).parameters][2:-1]
-            raise unknown_option("predictive", next(iter(batch)), known)
+            checks.options("predictive", batch, known)
         likelihood, how = self._other_likelihood or self.likelihood, method or self.default_method
         way, many = link or self.link or likelihood.links[0], self._found.n_outputs > MANY_OUTPUTS
         count = MOST_SAMPLES if n_samples is None else checks.count("n_samples", n_samples)
@@ -212,7 +211,7 @@ class Predicting(ABC):
                 require_outputs(drawn.shape, self._found.n_outputs or None, x)
                 return from_samples(likelihood, drawn / heat, generator=generator, joint=joint)
             if how != "linearized":
-                raise unknown_option("predictive", how, ("linearized", "sampled"), word="method")
+                checks.options("predictive", [how], ("linearized", "sampled"), "method")
             if way == "mc" and many and not differentiable and is_sampled(self.network, x, joint=joint):
                 drawn = self._linear_samples(x, count, generator)
                 return from_samples(likelihood, drawn / heat, generator=generator, joint=joint)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import DataError, NotPositiveDefiniteError, unknown_option
+from laplace_plus.errors import DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import widen
 from laplace_plus.predictive.prediction import Prediction, RandomSource
@@ -53,7 +53,7 @@ def from_functional(
     likelihood = likelihood.of_new_targets
     link = likelihood.links[0] if link is None else link
     if link not in likelihood.links:
-        raise unknown_option(type(likelihood).__name__, link, likelihood.links, word="link")
+        checks.options(type(likelihood).__name__, [link], likelihood.links, "link")
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
     checks.finite("The network's output", mean)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, UnsupportedError, unknown_option
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.network import Network
 from laplace_plus.priors import Groups
@@ -132,8 +132,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         evidence = given.pop("evidence")
         checks.choice("evidence", evidence, kinds)
         name = {"tangent": "tangent", "laplace": "marginal_likelihood"}[evidence]
-    if name not in tuners:
-        raise unknown_option(owner, str(name), ("auto", *tuners), word="tuner (unknown method)")
+    checks.options(owner, [name], ("auto", *tuners), "tuner (unknown method)")
     cls = tuners[name]
     own = [item.name for item in fields(cls)]
     checks.options(f"{cls.__name__}, the tuner {name!r} of {owner},", given, own)
