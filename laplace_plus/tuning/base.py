@@ -18,7 +18,6 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network.network import Network
 from laplace_plus.priors import Groups
 
 
@@ -153,8 +152,3 @@ def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:
     if tune_noise and likelihood.noise_std is None:
         raise ConfigurationError("There is no noise to tune.", expected="Gaussian", got=type(likelihood).__name__)
     return likelihood.noise_std is not None if tune_noise is None else tune_noise
-
-
-def trained_size(network: Network) -> int:
-    """The number of the model's trainable weights, selected or not."""
-    return sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)

@@ -81,11 +81,6 @@ class LeaveOneOutPredictions:
     def __repr__(self) -> str:
         return f"LeaveOneOutPredictions({len(self.mean)} data, leverages up to {float(self.leverages.max()):.3g})"
 
-    @property
-    def displacement(self) -> Tensor:
-        """``f₋ₙ − f``, shaped like ``mean``."""
-        return self.mean - self.outputs
-
     def predictive(
         self,
         *,
@@ -115,10 +110,6 @@ class LeaveOneOutPredictions:
     def n_rows(self) -> float:
         """Number of flattened observations (examples, or positions) whose targets are not ignored."""
         return float(self.likelihood.rows(self.outputs, self.targets)[2].sum())
-
-    def training_nll(self) -> Tensor:
-        """The network's own mean loss ``−log p(yₙ|f)`` over targets that are not ignored, 0-d float64, in nats."""
-        return -self.likelihood.log_densities(self.outputs, self.targets).sum() / self.n_rows
 
 
 def leave_one_out(
