@@ -113,7 +113,7 @@ class GramSum:
         if not self.is_thin:
             return EigenPairs(*symmetric_eigen(self.matrix()))
         values, leading = eigen_of_rows(self.all_rows(), self.n_rows if self.rank is None else self.rank)
-        return EigenPairs(values, Reflections.completing(leading).to(self.dtype))
+        return EigenPairs(values, Reflections.completing(leading.to(self.dtype)))
 
     def eigenvalues(self) -> Tensor:
         """The eigenvalues ``[G, d]`` alone, which take a fraction of the time."""
