@@ -208,3 +208,52 @@ def test_frozen_copies_are_at_the_temperature(make, size, bias):
     posterior = make(net, "classification", parameters="last_layer").fit([(x, y)])
     posterior.output_temperature = 2.5
     assert torch.allclose(lp.freeze(posterior, x)(x).mean, posterior.predictive(x).mean)
+
+
+# -- rows that stand for others ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_rows_that_stand_for_others_count_as_copies(name, likelihood, tmp_path):
+    net, data = problem(likelihood, size=2)
+    found = CLASSES[name](net, likelihood).fit(data, n_trained=180)
+    copies = CLASSES[name](net, likelihood).fit([(x.repeat(3, 1), y.repeat(3, *[1] * (y.ndim - 1))) for x, y in data])
+    assert found.n_data == copies.n_data == 180
+    assert found.likelihood.config() == copies.likelihood.config()
+    evidence = float(copies.log_marginal_likelihood(0.7))
+    assert float(found.log_marginal_likelihood(0.7)) == pytest.approx(
+        evidence, rel=1e-6 if name == "LowRank" else 1e-11
+    )
+    x = data[0][0]
+    expected = copies.functional_posterior(x).covariance
+    tolerance = 1e-3 if name == "LowRank" else 1e-9
+    assert torch.allclose(found.functional_posterior(x).covariance, expected, rtol=tolerance)
+    found.save(tmp_path / "p")
+    assert float(lp.load(tmp_path / "p", net).log_marginal_likelihood(0.7)) == float(found.log_marginal_likelihood(0.7))
+
+
+def test_rows_stand_for_no_fewer_than_they_are():
+    net, data = problem()
+    with pytest.raises(ConfigurationError, match="n_trained"):
+        lp.Full(net, "classification").fit(data, n_trained=59)
+    with pytest.raises(DataError, match="counted"):
+        lp.Full(net, "classification").fit(iter(data), n_trained=100)
+    same = lp.Full(net, "classification").fit(data, n_trained=60)
+    assert torch.allclose(same.precision_matrix(), lp.Full(net, "classification").fit(data).precision_matrix())
+
+
+def test_the_evidence_of_a_part_is_near_that_of_the_whole():
+    torch.manual_seed(0)
+    x = torch.randn(1000, 4).double()
+    y = (x @ torch.randn(4, 3).double() + 0.5 * torch.randn(1000, 3).double()).argmax(-1)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(net(x), y) + 1e-3 * sum(w.square().sum() for w in net.parameters())).backward()
+        optimizer.step()
+    whole = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
+    part = lp.KFAC(net, "classification").fit([(x[:100], y[:100])], n_trained=1000)
+    part.fit_prior_precision("marginal_likelihood")
+    assert abs(float((part.prior_precision / whole.prior_precision).log())) < 0.2

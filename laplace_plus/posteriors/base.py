@@ -243,7 +243,7 @@ class Posterior(Predicting):
         Args:
             tuner: A tuner, such as ``lp.MarginalLikelihood(structure="layerwise")``, or a shorthand among
                 :attr:`tuners`: for Gaussian posteriors ``"marginal_likelihood"``, ``"mackay"``, ``"em"``,
-                ``"tangent"``, ``"validation"``, ``"leave_one_out"`` or ``"auto"``, :class:`~laplace_plus.Auto`. Of
+                ``"tangent"``, ``"validation"``, ``"leave_one_out"``, ``"unseen"`` or ``"auto"``. Of
                 other classes ``"auto"`` is the first. An option that only the marginal likelihood has asks for it.
             structure: With a shorthand, the tuner's ``structure``: ``"scalar"``, ``"layerwise"``,
                 ``"normalized_groups"``, ``"diagonal"`` or :class:`~laplace_plus.Groups`.

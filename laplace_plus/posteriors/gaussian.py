@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import is_
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import tied_names
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import Summary, describe_groups, positive, require_influence
-from laplace_plus.posteriors.state import GaussianState, require_restartable
+from laplace_plus.posteriors.state import GaussianState, StandIns, TrainingData, require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, pick
 from laplace_plus.structured import Factor, KroneckerBlock
 from laplace_plus.structured.blocks import add_draws_
@@ -64,6 +65,43 @@ class GaussianPosterior(Posterior):
     _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
 
     # -- fitting -------------------------------------------------------------------------------------------------------
+
+    @override
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        n_trained: int | None = None,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Self:
+        """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
+
+        Args:
+            data: An iterable of batches; errors are as of :meth:`Posterior.fit`.
+            n_trained: N, for data of which n examples stand for N like them, such as a part of the training data: the
+                curvature and the log-likelihood are taken N/n times, and :attr:`n_data` is N, so that the evidence is
+                that of N examples. With whole N/n it equals a fit to each example so many times. Takes one pass more.
+                Tunings that pass over the training data again will not take the n examples for those of the fit.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness, for methods that use any.
+        """
+        options: dict[str, Any] = {"progress": progress, "generator": generator}
+        if n_trained is None:
+            return super().fit(data, **options)
+        require_restartable(data, "Examples are counted before they stand for others.")
+        count = sum(batch.size for batch in self.batches(data))
+        factor = checks.count("n_trained", n_trained, count) / count
+        own, weighted = copy.copy(self), copy.copy(self.likelihood)
+        object.__setattr__(weighted, "weighted", True)  # also of frozen dataclasses
+        own.likelihood = weighted
+        own.fit(StandIns(data, self.likelihood, factor, self.network.device), **options)
+        own.set_state(replace(own.state, n_data=n_trained))
+        fitted = copy.copy(own.likelihood)  # which may have more noise levels
+        object.__setattr__(fitted, "weighted", self.likelihood.weighted)
+        own.likelihood, own.training_data = fitted, TrainingData(data)
+        self.__dict__ = vars(own)
+        return self
 
     def fit_batches(
         self,

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import DataError
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.doubts import Doubts
+from laplace_plus.network.batches import iterate
 from laplace_plus.network.data_sums import DataSums, same_sum
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.public import require_influence
@@ -113,6 +116,22 @@ class TrainingData:
             got = "a posterior that was loaded, copied or updated, or that saw data which can be used once"
             raise DataError(why, expected="the training data again", got=got, fix="Pass data=train_loader.")
         return self.first
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Batches whose examples count ``factor`` times, for a likelihood of weighted targets."""
+
+    data: Iterable[Any]
+    likelihood: Likelihood
+    factor: float
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for batch in iterate(self.data, device=self.device):
+            target, own = self.likelihood.separate(batch.target)
+            weight = torch.ones(batch.size, dtype=torch.float64, device=self.device) if own is None else own.double()
+            yield batch.inputs, (target, weight * self.factor)
 
 
 def require_restartable(data: Iterable[Any], why: str) -> None:
