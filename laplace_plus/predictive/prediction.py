@@ -298,22 +298,17 @@ class Prediction:
         if self._across is not None:
             return observed_log_prob(self._across, targets.reshape(-1)).to(outputs.dtype)
         soft = self.likelihood.is_classifier and self.likelihood.couples_outputs and targets.is_floating_point()
-        if soft and not self.joint:
+        if soft and self.joint:
+            self.likelihood.lacks("has no joint density of soft labels", expected="joint=False", got="joint=True")
+        if soft:
             mixed: Any = self._marginal_distribution
             return (targets.reshape(self.functional_mean.shape) * mixed.logits).sum(-1)
-        if soft:
-            self.likelihood.lacks("has no joint density of soft labels", expected="joint=False", got="joint=True")
         if self.marginal is not None and not self.joint:
-            log_density = self.likelihood.marginal_log_density(
-                self.marginal, targets.reshape(*lead, *targets.shape[1:])
-            )
-            log_density = log_density.to(outputs.dtype)
-            return torch.where(weight.reshape(lead) > 0, log_density, torch.zeros_like(log_density))
-        density = self._conditional_log_density(targets)
-        density = torch.where(weight > 0, density, torch.zeros_like(density))
-        if self.joint:
-            density = density.sum(-1)
-        density = density.logsumexp(0) - math.log(self.n_samples)
+            targets = targets.reshape(*lead, *targets.shape[1:])
+            density = self.likelihood.marginal_log_density(self.marginal, targets).to(outputs.dtype)
+            return density.where(weight.reshape(lead) > 0, 0.0)
+        density = self._conditional_log_density(targets).where(weight > 0, 0.0)
+        density = (density.sum(-1) if self.joint else density).logsumexp(0) - math.log(self.n_samples)
         return density if self.joint else density.reshape(lead)
 
     def _conditional_log_density(self, targets: Tensor) -> Tensor:
