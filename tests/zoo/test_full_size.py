@@ -96,7 +96,7 @@ def test_last_layer(model, cls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+@each
 def test_diagonal(model):
     posterior = lp.Diagonal(model.build(), "classification", backend=MONTE_CARLO if model.large else "native")
     images, labels = model.batch()
