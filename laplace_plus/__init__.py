@@ -27,6 +27,7 @@ from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
 from laplace_plus.applications.conformal import ConformalPosterior, conformalize
 from laplace_plus.applications.fields import SpatialField
 from laplace_plus.applications.mixtures import Ensemble, Mixture
+from laplace_plus.applications.noise import NoisePosterior, learn_noise
 from laplace_plus.applications.serving import freeze
 from laplace_plus.applications.through import at_last_token, through
 from laplace_plus.applications.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
@@ -73,6 +74,7 @@ __all__ = [
     "MarginalLikelihood",
     "Mixture",
     "Native",
+    "NoisePosterior",
     "Poisson",
     "Prediction",
     "SpatialField",
@@ -94,6 +96,7 @@ __all__ = [
     "from_variance",
     "geometry",
     "integrations",
+    "learn_noise",
     "leave_one_out",
     "likelihoods",
     "linalg",

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from laplace_plus import checks
 from laplace_plus.applications.calibration import CalibratedPosterior
+from laplace_plus.applications.noise import NoisePosterior
 from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.likelihoods.base import refuse_several_targets
 from laplace_plus.network.batches import batch_size, iterate
@@ -59,7 +60,7 @@ class ConformalPosterior:
         by: None, ``"class"`` or a function of the inputs.
     """
 
-    posterior: Posterior | CalibratedPosterior
+    posterior: Posterior | CalibratedPosterior | NoisePosterior
     score: str
     level: float
     thresholds: Tensor
@@ -116,7 +117,7 @@ class ConformalPosterior:
 
 
 def conformalize(
-    posterior: Posterior | CalibratedPosterior,
+    posterior: Posterior | CalibratedPosterior | NoisePosterior,
     data: Iterable[Any],
     *,
     level: float = 0.9,
@@ -128,7 +129,7 @@ def conformalize(
     """Sets or intervals with a guaranteed coverage, from held-out data; see :mod:`laplace_plus.applications.conformal`.
 
     Args:
-        posterior: A fitted and tuned posterior, or a calibrated one, of which the result keeps a copy.
+        posterior: A fitted and tuned posterior, a calibrated one, or one with a learnt noise; the result keeps a copy.
         data: Held-out batches, which neither training nor tuning has seen.
         level: The probability with which sets are to hold a new target, strictly between 0 and 1.
         score: ``"threshold"`` (the default of classes), ``"adaptive"``, ``"regularized"``; ``"scaled"`` (of numbers),
@@ -152,8 +153,8 @@ def conformalize(
         >>> float(((low <= 2 * x) & (2 * x <= high)).float().mean()) >= 0.8
         True
     """
-    inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
-    likelihood = inner.likelihood
+    inner = posterior.posterior if isinstance(posterior, (CalibratedPosterior, NoisePosterior)) else posterior
+    likelihood = posterior.likelihood if isinstance(posterior, NoisePosterior) else inner.likelihood
     known = CLASS_SCORES if likelihood.is_classifier else NUMBER_SCORES
     score = known[0] if score is None else score
     checks.choice("score", score, known)
