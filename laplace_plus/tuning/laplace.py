@@ -133,12 +133,15 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        weights = self.weights(noise_std)
+        weights = self.own_weights if noise_std is None else self.weights(noise_std)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(self.vector.device)
         weights = (weights / temperature).to(self.vector)
-        own = self.diagonals(precision)
-        return {layout.key: block.factor(weights, own[layout.key].to(weights)) for layout, block in self.curvature}
+        diagonals = self.diagonals(precision)
+        result: dict[str, Factor] = {}
+        for layout, block in self.curvature.blocks:
+            result[layout.key] = block.factor(weights, diagonals[layout.key].to(weights))
+        return result
 
     def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> list[dict[str, Factor]]:
         """As :meth:`factors`, for several pairs of a prior precision and a noise level, which share eigenbases."""
