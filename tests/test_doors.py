@@ -63,16 +63,6 @@ def test_what_no_memory_holds_is_refused(monkeypatch):
         checks.zeros("The matrix", 2**28, 2**28, torch.zeros(1))
 
 
-def test_swag_writes_out_its_covariance():
-    posterior = lp.SWAG(net(), "classification", rank=3).fit(data())
-    covariance = posterior.covariance_matrix()
-    torch.testing.assert_close(covariance.diagonal(), posterior.variance())
-    drawn = posterior.sample(20_000, generator=torch.Generator().manual_seed(0)) - posterior.mean
-    products = drawn[:, :, None] * drawn[:, None, :8]
-    error = products.std(0) / len(drawn) ** 0.5
-    assert bool(((products.mean(0) - covariance[:, :8]).abs() < 5 * error + 1e-12).all())
-
-
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
@@ -186,15 +176,6 @@ def test_augmented_data_are_told_from_others():
     arguments = posterior.laplace_model(), posterior.network
     with pytest.raises(DataError, match="without random augmentation"):
         survey(*arguments, augmented, posterior.n_data)
-    with pytest.warns(UserWarning, match="other inputs in each pass, as random augmentation does"):
-        found = survey(*arguments, augmented, posterior.n_data, strict=False)
-    assert found.n_examples == posterior.n_data
-    with pytest.raises(DataError, match="not the data"):
-        survey(*arguments, [(x[:5], y[:5]) for x, y in data()], posterior.n_data, strict=False)
-    exact = lp.KFAC(net(), "classification").fit(data())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        survey(exact.laplace_model(), exact.network, data(), exact.n_data, strict=False)
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

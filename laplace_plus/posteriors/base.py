@@ -131,7 +131,7 @@ class Posterior(Predicting):
         self._prior_precision = self._checked_precision(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean, copy=True)
         self.temperature = temperature
-        if self._prior_precision.numel() == self._prior_mean.numel() == 1 or self.is_last_layer:
+        if self._prior_precision.numel() == self._prior_mean.numel() == 1 or self._is_last_layer:
             # The size of a last layer is only certain once a batch has gone through the network.
             first = self._prior_precision.flatten()[:1], self._prior_mean.flatten()[:1]
             GaussianPrior.create(*first, torch.zeros(1, dtype=torch.long))
@@ -410,7 +410,7 @@ class Posterior(Predicting):
         return self.network.n_parameters
 
     @property
-    def is_last_layer(self) -> bool:
+    def _is_last_layer(self) -> bool:
         """Whether the selection is ``"last_layer"``."""
         return isinstance(self.network.selection, str) and self.network.selection == "last_layer"
 

@@ -311,9 +311,9 @@ class Subnetwork(GaussianPosterior):
     def _choose(self, data: Iterable[Any], *, reduce: Reduce | None, **options: Any) -> None:
         candidates = copy.copy(self)
         candidates.network = network = self._candidates.selecting(self._candidates.selection)
-        if self.selector.needs_data or candidates.is_last_layer:
+        if self.selector.needs_data or candidates._is_last_layer:
             require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
-        if candidates.is_last_layer:
+        if candidates._is_last_layer:
             capture_batch(network, next(self.batches(data)))  # execution order tells the last layer
         mask, variances = self.selector.choose(candidates, data, reduce=reduce, **options)
         if reduce is not None:  # some selectors draw

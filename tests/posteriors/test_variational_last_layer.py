@@ -200,6 +200,17 @@ def test_student_t_noise_is_that_of_numerical_integration():
         _ = own.predictive(inputs(2), joint=True).log_prob(y.expand(2, 1))
 
 
+def test_student_t_predictions_tend_to_normal_ones():
+    net, data = regression(n=4000)
+    own = lp.VariationalLastLayer(net, lp.Gaussian(0.3), noise="student_t").fit(data)
+    x = inputs(4, 7)
+    prediction = own.predictive(x)
+    like = Normal(prediction.mean, prediction.std)
+    for shift in (0.0, 1.0, 2.0):
+        at = prediction.mean + shift * prediction.std
+        assert_close(prediction.distribution.log_prob(at), like.log_prob(at), atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("noise", ["gaussian", "student_t"])
 def test_samples_have_the_covariance(noise):
     net, data = regression(2, n=8)
