@@ -259,7 +259,7 @@ def _fitted(posterior: Posterior, rows: _Rows, generator: torch.Generator | None
     means = losses.mean(1)
     best = int(means.argmin())
     doubt = (losses - losses[best]).std(1) / math.sqrt(n)
-    picked = int((means <= means[best] + doubt).int().argmax())
+    picked = int((means <= means[best] + doubt + 1e-9).int().argmax())
     name, ridge = choices[picked]
     scaling = _scaling(rows)
     columns, weight = _columns(rows.variances, rows.features, *scaling), _fit(rows, scaling, name, ridge)
