@@ -20,7 +20,7 @@ def line(n_inputs=2, n_outputs=1):
     return nn.Sequential(nn.Linear(n_inputs, 6), nn.Tanh(), nn.Linear(6, n_outputs))
 
 
-def data(model, deviation, n=400, seed=1):
+def data(model, deviation, n=250, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(n, 2, generator=generator) * 2 - 1
     mean = model(x).detach()
@@ -36,14 +36,14 @@ def fitted(cls, model, rows, **options):
     return cls(model, "regression", prior_precision=10.0, **options).fit([rows])
 
 
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Full, lp.Diagonal, lp.LowRank])
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Full, lp.LowRank])
 def test_known_noise_is_found_and_beats_a_constant(cls):
     model = line()
     train, held, new = (data(model, growing, seed=seed) for seed in (1, 2, 3))
     posterior = fitted(cls, model, train, parameters="last_layer" if cls is lp.Full else "all")
-    noisy = lp.learn_noise(posterior, [(held[0][:150], held[1][:150]), (held[0][150:], held[1][150:])])
+    noisy = lp.learn_noise(posterior, [(held[0][:100], held[1][:100]), (held[0][100:], held[1][100:])])
     assert noisy.report.chosen in ("features", "both")
-    assert noisy.report.nll + 5 * noisy.report.standard_error < noisy.report.constant_nll
+    assert noisy.report.nll + 3 * noisy.report.standard_error < noisy.report.constant_nll
     found = noisy.predictive(new[0]).std.log() - growing(new[0]).log()
     assert found.abs().mean() < 0.2  # of a constant .5; the ridge takes some
     constant = math.log(float(held[1].sub(model(held[0]).detach()).std()))
@@ -78,7 +78,9 @@ def test_a_constant_is_the_noise_of_greatest_likelihood():
     noisy = lp.learn_noise(posterior, [(x, y)])
     assert noisy.report.chosen == "constant"
     expected = (y - model(x)).square().mean() - posterior.functional_posterior(x[:1]).covariance.flatten()[0]
-    assert_close(noisy.predictive(x[:1]).aleatoric.flatten()[0], expected.detach(), rtol=1e-5, atol=0)
+    assert_close(
+        noisy.predictive(x[:1]).aleatoric.flatten()[0], expected.detach(), rtol=1e-4, atol=0
+    )  # a search ends at gains of 1e-9
 
 
 def test_constant_noise_stays_constant():
@@ -130,9 +132,18 @@ def test_saved_and_conformal(tmp_path):
     sets = lp.conformalize(noisy, [held], level=0.8)
     low, high = sets.interval(new[0])
     covered = ((low <= new[1]) & (new[1] <= high)).double()
-    assert abs(float(covered.mean()) - 0.8) < 4 * math.sqrt(2 * 0.16 / 400)
+    assert abs(float(covered.mean()) - 0.8) < 4 * math.sqrt(2 * 0.16 / 250)
     narrow = new[0][:, 0] < 0
     assert abs(float(covered[narrow].mean()) - 0.8) < 0.12
+
+
+def test_networks_without_a_linear_last_layer_have_the_variance_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1), nn.Softplus())
+    rows = data(model, lambda x: 0.1 + x[:, :1].square(), n=200)
+    noisy = lp.learn_noise(fitted(lp.KFAC, model, rows), [rows])
+    assert noisy.coefficients.shape == (1, 2)
+    assert noisy.predictive(rows[0]).variance.isfinite().all()
 
 
 def test_refusals():

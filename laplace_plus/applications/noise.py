@@ -8,9 +8,9 @@ with the posterior's own variance v of the output and the features h that enter 
 The coefficients of an output have the least mean of ``½ log(v + σ²) + ½ r²/(v + σ²) + ½ λ |w|²`` over the residuals r.
 Residuals on training data are too small, so they are those of held-out data, or of training data that are left out.
 
-Folds choose between a constant, ``b₁`` alone, and features with several λ, with and without ``b₁``: of these, in this
-order, the first whose left-out loss is within one standard error of the least. On other inputs σ² stays within what it
-is on the data, since a line in log σ² says nothing beyond. Prediction costs one pass to the features more.
+Folds choose between a constant, ``b₁`` alone, and features with several λ, with and without ``b₁``: what has the least
+left-out loss, or a constant where that gains no more than a standard error. On other inputs σ² stays within what it is
+on the data, since a line in log σ² says nothing beyond. Prediction costs one pass to the features more.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def learn_noise(
         residuals.append((targets - flat).nan_to_num(0.0))
         shares.append((share[:, None] * ~targets.isnan()).double())
         variances.append(variance.double().reshape(flat.shape))
-        features.append(_features(layer, batch.inputs, len(flat)).to(flat))
+        features.append(_features(layer, batch.inputs, len(flat)).double())
     return _fitted(posterior, _Rows(*map(torch.cat, (residuals, variances, shares, features))), generator)
 
 
@@ -257,9 +257,9 @@ def _fitted(posterior: Posterior, rows: _Rows, generator: torch.Generator | None
         choices += [(name, ridge) for ridge in RIDGES for name in ("features", "both")]
     losses = torch.stack([_left_out(rows, fold, *choice) for choice in choices])  # [candidates, n]
     means = losses.mean(1)
-    best = int(means.argmin())
-    doubt = (losses - losses[best]).std(1) / math.sqrt(n)
-    picked = int((means <= means[best] + doubt + 1e-9).int().argmax())
+    picked = int(means.argmin())
+    if float(means[0] - means[picked]) <= float((losses[0] - losses[picked]).std()) / math.sqrt(n) + 1e-9:  # noqa: PLR2004
+        picked = 0
     name, ridge = choices[picked]
     scaling = _scaling(rows)
     columns, weight = _columns(rows.variances, rows.features, *scaling), _fit(rows, scaling, name, ridge)
@@ -280,7 +280,7 @@ def _fitted(posterior: Posterior, rows: _Rows, generator: torch.Generator | None
 
 def _scaling(rows: _Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Mean and deviation of the log-variances ``[C]`` and the features ``[D]``; of what does not vary, 1."""
-    both = [(own.mean(0), own.std(0)) for own in (_log(rows.variances), rows.features.double())]
+    both = [(own.mean(0), (own - own.mean(0)).square().mean(0).sqrt()) for own in (_log(rows.variances), rows.features)]
     deviations = [torch.where(std > 1e-9 * mean.abs() + 1e-30, std, 1.0) for mean, std in both]  # noqa: PLR2004
     return (both[0][0], both[1][0]), (deviations[0], deviations[1])
 
@@ -345,7 +345,7 @@ def _fit(rows: _Rows, scaling: Sequence[Any], name: str, ridge: float) -> Tensor
         length = torch.where(worse[:, None], 0.0, length)
         weight, gain = weight - length * step, loss - torch.where(worse, loss, tried)
         loss = loss - gain
-        if float(gain.max()) < 1e-12:  # noqa: PLR2004
+        if float(gain.max()) < 1e-9:  # noqa: PLR2004
             break
     found = torch.zeros(len(weight), len(used), dtype=columns.dtype, device=columns.device)
     found[:, used] = weight
