@@ -15,7 +15,7 @@ from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional
 
-N, CALIBRATIONS = 20, 250
+N, CALIBRATIONS = 20, 100
 
 
 class Known:
@@ -55,7 +55,7 @@ def test_thresholds_cover_as_often_as_the_ranks_say(n):
 def test_sets_cover_as_often_as_promised(score):
     """From end to end: the coverage of one calibration is random, its mean over calibrations is known.
 
-    Its standard error is 0.006: a rank too low, 1/21, is 8 of them.
+    Its standard error is 0.01: a rank too low, 1/21, is almost 5 of them.
     """
     generator, n, level, m = torch.Generator().manual_seed(0), N, 0.8, 200
     posterior, covered = Known(lp.Categorical()), []
@@ -71,7 +71,7 @@ def check_coverage(covered):
     """Of calibrations on 20 data at the level 0.8: ⌈0.8 · 21⌉/21 = 17/21, where ⌈0.8 · 20⌉ = 16 would be too few."""
     covered = torch.tensor(covered)
     error = covered.std() / CALIBRATIONS**0.5
-    assert len(covered) == CALIBRATIONS and error < 0.0065
+    assert len(covered) == CALIBRATIONS and error < 0.0105
     assert abs(covered.mean() - 17 / 21) < 3 * error
 
 

@@ -154,8 +154,9 @@ def test_tests_do_not_grow():
     assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 38_000
 
 
+@pytest.mark.slow
 def test_types_are_right():
-    """Here, so that it runs beside the other tests."""
+    """The check of types that CONTRIBUTING.md names, beside the long tests."""
     if not hasattr(torch.distributed.ProcessGroup, "get_group_store"):
         pytest.skip("torch's own annotations are incomplete before 2.7")
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -176,7 +176,8 @@ class Riemannian(Posterior):
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        >>> posterior = lp.Riemannian(net, "regression", n_samples=2).fit([(x, 2 * x)])
+        >>> method = lp.ExponentialMap(rtol=1e-3, atol=1e-3)
+        >>> posterior = lp.Riemannian(net, "regression", method=method, n_samples=2).fit([(x, 2 * x)])
         >>> posterior.predictive(x[:3]).variance.shape, posterior.report.n_failed
         (torch.Size([3, 1]), 0)
     """

@@ -190,7 +190,7 @@ def test_predictions_are_those_of_the_displaced_field(structure):
     assert posterior.covariance(new)[-1].diag().tolist() == [0.25, 0.25]  # the prior outside of the box
     posterior.prior_precision = 1e6  # displacements so small that the field is linear
     expected = posterior.predictive(new).epistemic
-    n = 600
+    n = 200
     sampled = posterior.predictive(new, method="sampled", n_samples=n, generator=torch.Generator().manual_seed(0))
     error = expected * math.sqrt(2 / n)
     assert ((sampled.epistemic - expected).abs() < 4.5 * error).all()

@@ -104,7 +104,7 @@ def test_without_noise_predictions_are_the_networks_bit_by_bit():
 @pytest.mark.parametrize("tolerance", [pytest.param(0.05, marks=pytest.mark.slow), 0.4])
 def test_the_scale_is_that_of_the_closed_form(tolerance):
     """At the network's own output m the averaged density is N(m; m, ν² I + s² σ² ‖x‖² U Uᵀ)."""
-    model, x, n, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 200, 0.8
+    model, x, n, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 60, 0.8
     likelihood = lp.Gaussian(noise_std=noise)
     posterior = lp.TrainingFreeLoRA(model, likelihood, tolerance=tolerance, n_samples=n)
     posterior.fit([(x, torch.zeros(1, 3).double())], generator=torch.Generator().manual_seed(0))

@@ -141,7 +141,7 @@ def test_divergence_is_stationary_where_it_should_be():
 
 def test_bound_of_a_linear_model_is_its_evidence_at_the_exact_posterior(linear):
     net, X, y, alpha, noise, evidence = linear
-    posterior = lp.VIKING(net, lp.Gaussian(noise_std=noise), projector="svd", n_samples=100, prior_precision=alpha).fit(
+    posterior = lp.VIKING(net, lp.Gaussian(noise_std=noise), projector="svd", n_samples=40, prior_precision=alpha).fit(
         [(X, y)], generator=generator()
     )
     posterior.prior_precision = alpha
@@ -154,11 +154,11 @@ def test_bound_of_a_linear_model_is_its_evidence_at_the_exact_posterior(linear):
 
     best = (alpha + 9 / noise**2) ** -0.5
     assert exact(best) == pytest.approx(evidence, abs=1e-9)
-    for image_std in (best, 0.5 * best, 2 * best, alpha**-0.5):
+    for image_std in (best, 2 * best, alpha**-0.5):
         posterior.image_std = image_std
         assert exact(image_std) <= evidence + 1e-9
         # ‖X (I − P) ε‖² / 9 has a χ² distribution with 4 degrees of freedom
-        error = image_std**2 * 9 / (2 * noise**2) * (2 * 4 / 100) ** 0.5
+        error = image_std**2 * 9 / (2 * noise**2) * (2 * 4 / 40) ** 0.5
         assert abs(posterior.elbo().elbo - exact(image_std)) < 4 * error + 1e-9
 
 
@@ -166,7 +166,7 @@ def test_bound_of_other_linear_models_is_below_the_evidence():
     X = torch.randn(5, 9, generator=generator(), dtype=D)
     y = torch.randn(5, 1, generator=generator(1), dtype=D)
     net = nn.Linear(9, 1, bias=False).double()
-    posterior = lp.VIKING(net, "regression", projector="svd", n_samples=80).fit([(X, y)], generator=generator())
+    posterior = lp.VIKING(net, "regression", projector="svd", n_samples=20).fit([(X, y)], generator=generator())
     for alpha, image_std in ((0.3, 0.1), (1.0, 0.4), (float(posterior.prior_precision), float(posterior.image_std))):
         posterior.prior_precision, posterior.image_std = alpha, image_std
         evidence = torch.distributions.MultivariateNormal(

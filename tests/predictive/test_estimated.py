@@ -90,7 +90,7 @@ def test_exact_where_it_is_cheap(fitted):
 @pytest.mark.parametrize("kind", [lp.KFAC, *[pytest.param(c, marks=pytest.mark.slow) for c in (lp.Diagonal, lp.Full)]])
 def test_samples_where_they_are_quicker(impatient, kind):
     net, x, y = problem()
-    posterior, x = kind(net, "classification").fit([(x, y)]), x[:12]
+    posterior, x = kind(net, "classification").fit([(x, y)]), x[:4]
     few, exact = posterior.predictive(x), posterior.predictive(x, method="linearized")
     assert few.without_each is not None and exact.without_each is None
     assert len(few.without_each()) == linearized.MOST_SAMPLES

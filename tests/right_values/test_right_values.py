@@ -21,7 +21,10 @@ def test_every_case_is_recorded(recorded):
     assert {name.split("/")[0] for name in recorded} == CASES.keys()
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"classes: SampledLaplace, SGD"}  # solvers by SGD: tests/posteriors/test_sampled.py
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in LONG else ()) for c in CASES])
 def test_values_are_those_of_the_file(case, recorded):
     """Of sampled ones the same with the same seed, or else within three standard errors, as a root mean square."""
     found, wrong = values(case), {}
