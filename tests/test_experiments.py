@@ -158,7 +158,7 @@ def test_posteriors_are_read():
         ([{"class": "KFAC", "likelihood": "binary"}], "no option 'likelihood'"),
         ([{"class": "KFAC"}, {"class": "KFAC"}], "'KFAC' is taken"),
         ([{"class": "KFAC", "label": "MAP"}], "'MAP' is taken"),
-        ([{"class": "math:sqrt"}], "not a posterior class"),
+        ([{"class": "math:sqrt"}], "cannot be registered"),
         ([{"class": "laplace_plus.nowhere:KFAC"}], "No module"),
     ],
 )

@@ -19,8 +19,9 @@ from backpack.extensions import KFLR, DiagGGNExact, SqrtGGNExact
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure
+from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
 from laplace_plus.integrations.foreign import ForeignBackend, Layer, Task
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import batches
 from laplace_plus.network.gradients import Gradients, whole_layout
 from laplace_plus.network.invariant import examined
@@ -55,16 +56,22 @@ class BackPack(ForeignBackend):
     supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(("ggn", name) for name in _EXTENSIONS)
 
     @override
+    def check(self, structure: Structure, likelihood: Likelihood) -> None:
+        super().check(structure, likelihood)
+        one = likelihood.n_noise == 1 or not isinstance(structure, KroneckerStructure)
+        got = f"{likelihood.n_noise} noise levels"
+        self.require(one, "cannot separate the outputs in Kronecker factors", "one noise level", got)
+
+    @override
     def compute(self, task: Task) -> Curvature:
         network, structure = task.network, task.structure
         several, scale = task.likelihood.n_noise > 1, self.loss(task)[1]
         private = self.private_copy(network)
         layers = self.kronecker_layers(task, private) if isinstance(structure, KroneckerStructure) else []
         for layer in layers:  # BackPACK's factors of convolutions are neither KFAC-expand nor KFAC-reduce
-            known = isinstance(layer.module, nn.Linear) and layer.call.value.ndim == 2 and not several
+            known = isinstance(layer.module, nn.Linear) and layer.call.value.ndim == 2
             got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
-            expected = "nn.Linear on inputs [B, i], and one noise level"
-            self.require(known, f"has other factors for {layer.name!r}", expected, got)
+            self.require(known, f"has other factors for {layer.name!r}", "nn.Linear on inputs [B, i]", got)
         by_output = several and isinstance(structure, DiagonalStructure)
         make, field = _EXTENSIONS["full" if by_output else structure.name]
         with _extended(private), torch.enable_grad():

@@ -27,6 +27,7 @@ from laplace_plus.errors import (
 )
 from laplace_plus.network import batches
 from laplace_plus.network.differentiability import eager
+from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import MERGED, Selected, Selection, adapter_state, select, uses
 from laplace_plus.network.shadow import Shadow, copied, unwrap
 
@@ -310,6 +311,13 @@ class Network:
         with torch.enable_grad():  # for networks that differentiate themselves; no parameter requires gradients
             outputs = batches.output_tensor(self.raw(inputs))
         return self.arrange(outputs.detach())
+
+    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
+        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
+
+        For posteriors of one's own. ``cotangents`` is ``[V, B, *, C]``.
+        """
+        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
 
     # -- guards --------------------------------------------------------------------------------------------------------
 

@@ -93,8 +93,8 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Any]]) -> Any
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-HYPERPARAMETERS = ("_prior_groups", "_prior_precision", "link", "covariance_scale", "output_temperature")
-HYPERPARAMETERS += ("tangent_mean", "earlier")
+SCALES = ("link", "covariance_scale", "output_temperature")
+HYPERPARAMETERS = ("_prior_groups", "_prior_precision", *SCALES, "tangent_mean", "earlier")
 """Attributes that are set after the constructor; the other hyperparameters are its arguments."""
 
 

@@ -113,7 +113,7 @@ def test_tuners_that_pass_over_the_data():
     without = torch.linalg.inv(whole - jacobian[3].mT @ hessian[3] @ jacobian[3])
     assert_close(left_out.covariance[3], jacobian[3] @ without @ jacobian[3].mT)
     gradient = torch.cat([net(x)[3, :3].softmax(-1) - one_hot(y[0][3], 3), net(x)[3, 3:] - y[1][3]])
-    assert_close(left_out.displacement[3], (jacobian[3] @ without @ jacobian[3].mT @ gradient).detach())
+    assert_close((left_out.mean - left_out.outputs)[3], (jacobian[3] @ without @ jacobian[3].mT @ gradient).detach())
     for tuner in ("tangent", "validation"):
         held_out = {"data": data} if tuner == "validation" else {}
         assert posterior.fit_prior_precision(tuner, **held_out).tuning.value < 0
