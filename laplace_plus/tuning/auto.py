@@ -51,6 +51,11 @@ BETWEEN = 3.0
 """Weight of the view between data to that at the data. On the development cells of benchmarks/defaults losses were
 nearer to those of the best scale than with 1 or 2, and as near as with 4."""
 
+LITTLE = 0.1
+"""Nats of expected gain over the network below which the next narrower scale is taken: where little is gained, the
+doubt is the network's. On the battery 92 % of classifiers were then within .005 nats of the network or better, now all,
+and as many within .05 of the best scale (96 %, 97 % without)."""
+
 TOLERANCE = 0.005
 """Nats by which a loss of regression may exceed the least; standard errors are rarely less."""
 
@@ -295,6 +300,7 @@ def _of_views(
     total = torch.full((network + 1,), math.nan)
     if found:
         total = torch.stack([weight * losses for weight, losses in found]).sum(0) / sum(weight for weight, _ in found)
+        place += place + 1 < network and float(total[-1] - total[place]) < LITTLE
     is_own = place == network and views.has_network
     scale = 1.0 if is_own or not found else scales[min(place, network - 1)]
     chosen = "network" if place == network else "marginal_likelihood" if scale == 1 else "new_data"
