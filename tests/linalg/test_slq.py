@@ -45,12 +45,12 @@ class TestLogDeterminants:
         n = 60
         spectrum = torch.linspace(0.3, 4, n, dtype=DTYPE)
         matrix = with_spectrum(spectrum)
-        results = [slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, generator=generator(s)) for s in range(100)]
+        results = [slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, generator=generator(s)) for s in range(60)]
         values = torch.stack([x.value for x in results])
         spread = values.std()
-        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 100**0.5
+        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 60**0.5
         sem = torch.stack([x.sem for x in results]).square().mean().sqrt()
-        assert 0.8 < sem / spread < 1.25
+        assert 0.75 < sem / spread < 1.33
 
     @pytest.mark.parametrize("depth", [1, 2, 6])
     def test_the_gradient_times_the_operator_is_the_dimension(self, depth):

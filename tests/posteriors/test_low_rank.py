@@ -59,7 +59,7 @@ def low_rank(model, likelihood="classification", **options):
 def fits():
     """The problem, and its posterior with a good estimate of the remainder, and with none."""
     model, data = problem()
-    with_rest = low_rank(model, remainder_probes=64)
+    with_rest = low_rank(model, remainder_probes=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WHOLE", 0)  # as networks of more weights are treated
         with_rest.fit(data, generator=torch.Generator().manual_seed(0))

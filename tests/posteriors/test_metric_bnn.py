@@ -195,7 +195,7 @@ def test_the_automatic_rate_gives_way_where_the_loss_is_steeper():
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
-    options = {"sampling": "exploration", "n_particles": 6, "n_steps": 30, "step_size": 0.5, "learning_rate": "auto"}
+    options = {"sampling": "exploration", "n_particles": 3, "n_steps": 30, "step_size": 0.5, "learning_rate": "auto"}
     posterior = lp.MetricBNN(net, "classification", prior_precision=1e-6, **options)
     posterior.fit([(x, y)], generator=generator())
     report = posterior.report
@@ -299,14 +299,14 @@ def test_samples_lie_between_the_latents(problem, most, monkeypatch):
 
 
 def test_the_autoencoder_reproduces_the_points(problem):
-    posterior = fit(problem, latent={"epochs": 300, "hidden": (64,), "plateau": 0.0})
+    posterior = fit(problem, latent={"epochs": 150, "hidden": (32,), "learning_rate": 1e-2, "plateau": 0.0})
     points = posterior.trajectories[:, 1:].flatten(0, 1)
     missed = (posterior.decode(posterior.encode(points)) - points).square().sum()
     total = (points - posterior.mean).square().sum()
     report = posterior.latent_report
     assert report.unexplained == pytest.approx(float(missed / total), rel=1e-6)
     assert report.unexplained < 0.05
-    assert report.history.shape == (300, 3)
+    assert report.history.shape == (150, 3)
 
 
 def test_training_ends_where_the_loss_no_longer_falls(problem):
@@ -407,7 +407,7 @@ def test_loaded_posteriors_encode_alike(problem, tmp_path, monkeypatch):
 
 def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path):
     net, data = problem
-    posterior = fit(problem, sampling="exploration", weight_decay=0.02)
+    posterior = fit(problem, sampling="exploration", weight_decay=0.02, n_steps=2)
     posterior.save(tmp_path / "p")
     loaded = lp.load(tmp_path / "p", net)
     assert loaded.weight_decay == 0.02

@@ -101,7 +101,7 @@ def test_rank_is_exact_by_svd_and_unbiased_otherwise(problem):
         rows_of(lp.Full(net, "classification").fit(data), data, "logit")
     )
     assert exact.rank.sem == 0
-    posterior = lp.NullSpace(net, "classification", projector="lsmr", n_samples=8).fit(data, generator=generator())
+    posterior = lp.NullSpace(net, "classification", projector="lsmr", n_samples=4).fit(data, generator=generator())
     estimated = posterior.report
     assert estimated.rank.sem > 0
     assert abs(estimated.rank.value - exact.rank.value) < 4 * estimated.rank.sem

@@ -95,7 +95,7 @@ def test_the_covariance_is_that_of_the_paper(rank, scale):
 
 def test_sgd_on_a_quadratic_has_the_stationary_variance():
     # θ ← θ − η (a θ − ξ) with ξ ~ N(0, c): an autoregression with the variance η c / (a (2 − η a)).
-    a, c, rate, steps = torch.tensor([1.0, 4.0, 9.0]).double(), torch.tensor([1.0, 2.0, 0.5]).double(), 0.15, 1000
+    a, c, rate, steps = torch.tensor([1.0, 4.0, 9.0]).double(), torch.tensor([1.0, 2.0, 0.5]).double(), 0.15, 500
 
     class Quadratic(nn.Module):
         def __init__(self):

@@ -20,7 +20,7 @@ CLASSES = {
     "Subnetwork": {"selector": lp.Random(10)},
     "NullSpace": {},
     "VIKING": {},
-    "Riemannian": {"n_samples": 3, "method": lp.ExponentialMap(rtol=0.1, atol=0.1, max_energy_change=1.0)},
+    "Riemannian": {"n_samples": 3, "method": lp.Diffusion(n_steps=1)},
     "MetricBNN": {"n_particles": 3, "n_steps": 5, "latent": {"hidden": (8,), "epochs": 5, "tolerance": 10.0}},
 }
 
