@@ -355,7 +355,6 @@ def test_groups_of_one_precision_change_nothing(monkeypatch):
 def test_other_data_of_the_same_number_are_refused(tmp_path):
     model, data = deep()
     posterior = sampled()
-    wanted = posterior.samples
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     before = posterior.samples
     posterior.save(tmp_path / "saved")
