@@ -8,9 +8,10 @@ helps predictions. The default therefore scales the covariance, on training data
    :mod:`laplace_plus.tuning.new_data` has one of least loss: one between neighbouring data, under the labels that new
    data would have there, and one at the data, under their own labels, with outputs that are told by other data.
 3. The first, which sees labels that were learnt by heart, counts three times in the mean of their logarithms. The
-   second holds it back where neighbours tell less than the network knows, which counts as the last scale. Where both
-   find the network's own probabilities best, the link ``"network"`` leaves these, and the posterior at scale 1 still
-   says how unsure they are. A scale leaves the order of inputs by their uncertainty.
+   second holds it back where neighbours tell less than the network knows, which counts as the last scale. Where little
+   is to be gained the next narrower scale is taken. Where both find the network's own probabilities best, the link
+   ``"network"`` leaves these, and the posterior at scale 1 still says how unsure they are. A scale leaves the order of
+   inputs by their uncertainty.
 
 In regression residuals grow to what :func:`~laplace_plus.tuning.noise_from_residuals` finds for new data. The noise
 then has the closed form of :class:`~laplace_plus.LeaveOneOut`, which neither vanishes with residuals nor runs away. The
