@@ -126,6 +126,10 @@ class NoGainWarning(UserWarning):
     """A tuning could not show that the posterior predicts better than the network; the message says why."""
 
 
+class UnseenRowsWarning(UserWarning):
+    """A network does not seem to have been trained on the rows of a fit; the message says why, and how it was tuned."""
+
+
 class SmoothnessWarning(UserWarning):
     """A method that requires a twice differentiable loss was given one with kinks."""
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
-from laplace_plus.tuning import Unseen
+from laplace_plus.errors import ConfigurationError, DataError, UnseenRowsWarning, UnsupportedError
+from laplace_plus.tuning import AutoTuning, Unseen, UnseenTuning
+from laplace_plus.tuning.new_data import rows_of, surprise
 from laplace_plus.tuning.unseen import folds_of
 
 CLASSES = {
@@ -257,3 +258,73 @@ def test_the_evidence_of_a_part_is_near_that_of_the_whole():
     part = lp.KFAC(net, "classification").fit([(x[:100], y[:100])], n_trained=1000)
     part.fit_prior_precision("marginal_likelihood")
     assert abs(float((part.prior_precision / whole.prior_precision).log())) < 0.2
+
+
+# -- rows that the default finds unseen --------------------------------------------------------------------------------
+
+
+def trained(likelihood, seed, steps=100, n=150):
+    """A network that has learnt noisy labels of n rows by heart, as far as steps go, these and 600 others."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(n + 600, 3, generator=source)
+    f = x[:, :1] + x[:, 1:2] * x[:, 2:] + 0.7 * torch.randn(n + 600, 1, generator=source)
+    y = {"classification": (f[:, 0] > 0).long(), "binary": (f > 0).float(), "regression": f}[likelihood]
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 2 if likelihood == "classification" else 1))
+    loss = {"classification": nn.CrossEntropyLoss(), "binary": nn.BCEWithLogitsLoss(), "regression": nn.MSELoss()}
+    optimizer = torch.optim.Adam(net.parameters(), 5e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss[likelihood](net(x[:n]), y[:n]).backward()
+        optimizer.step()
+    return net, (x[:n], y[:n]), (x[n:], y[n:])
+
+
+def surprise_of(net, likelihood, x, y):
+    network = lp.Full(net, likelihood, parameters="last_layer").fit([(x, y)])
+    return surprise(network.likelihood, rows_of(network.network, network.likelihood, [(x, y)], len(x)))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "binary"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_training_do_not_surprise(likelihood, seed):
+    for steps in (20, 100):
+        net, own, _ = trained(likelihood, seed, steps)
+        assert surprise_of(net, likelihood, *own) < 2.5
+
+
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
+@pytest.mark.parametrize("likelihood", ["classification", "binary"])
+def test_the_default_notices_unseen_rows(likelihood):
+    net, own, (x, y) = trained(likelihood, 0)
+    if likelihood == "classification":
+        law = torch.distributions.Categorical(logits=net(x).detach().double())
+        expected, draws = law.entropy(), law.probs * law.logits.square()
+        z = (-law.log_prob(y) - expected).sum() / (draws.sum(1) - expected.square()).sum().sqrt()
+        assert surprise_of(net, likelihood, x, y) == pytest.approx(float(z), rel=1e-6)
+        assert surprise_of(net, lp.Categorical(label_smoothing=0.1), x, y) == 0
+        ignored = torch.cat([y, torch.full((5,), -100)])
+        assert surprise_of(net, "classification", torch.cat([x, x[:5]]), ignored) == pytest.approx(float(z), rel=1e-6)
+    posterior = lp.Full(net, likelihood, parameters="last_layer").fit([(x, y)])
+    with pytest.warns(UnseenRowsWarning, match="standard errors above") as seen:
+        posterior.fit_prior_precision()
+    assert len(seen) == 1 and isinstance(posterior.tuning, UnseenTuning) and posterior.output_temperature > 1.5
+    assert isinstance(posterior.fit_prior_precision(seen=True).tuning, AutoTuning)
+    assert isinstance(
+        lp.Full(net, likelihood, parameters="last_layer").fit([own]).fit_prior_precision().tuning, AutoTuning
+    )
+    stands = lp.Full(net, likelihood, parameters="last_layer").fit([(x, y)], n_trained=1200)
+    with pytest.warns(UnseenRowsWarning, match="could not tune"):
+        stands.fit_prior_precision()
+    assert isinstance(stands.tuning, AutoTuning)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
+def test_residuals_beyond_the_targets_deviation_are_noticed():
+    net, own, (x, y) = trained("regression", 0)
+    posterior = lp.Full(net, "regression", parameters="last_layer")
+    assert isinstance(posterior.fit([own]).fit_prior_precision().tuning, AutoTuning)
+    far = x, -y
+    with pytest.warns(UnseenRowsWarning, match="times the deviation of the targets") as seen:
+        posterior.fit([far]).fit_prior_precision()
+    assert len(seen) == 1 and isinstance(posterior.tuning, UnseenTuning)

@@ -25,13 +25,13 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from laplace_plus.errors import DataError, NoGainWarning, warn
+from laplace_plus.errors import DataError, NoGainWarning, UnseenRowsWarning, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import cut, iterate
 from laplace_plus.predictive import Prediction, from_functional
@@ -41,7 +41,8 @@ from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.deletions import at_best_noise, leave_out, link_options, noise_terms
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
 from laplace_plus.tuning.new_data import Rows, evenly, thinned
-from laplace_plus.tuning.noise import noise_from_residuals
+from laplace_plus.tuning.noise import NoiseEstimate, noise_from_residuals
+from laplace_plus.tuning.unseen import Unseen, UnseenTuning
 from laplace_plus.tuning.validation import Validation
 
 SCALES = tuple(10 ** (-k / 4) for k in range(-4, 17))
@@ -64,6 +65,10 @@ ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 """Data whose covariances are computed: at most 2000, whose mean loss has a standard error of about .02 nats, and at
 least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and 3·10⁹ outputs
 times weights."""
+
+SURPRISED, FARTHER = 3.0, 1.1
+"""Rows look unseen from so many standard errors of :func:`~laplace_plus.tuning.new_data.surprise`; in regression where
+residuals are so many times the targets' own deviation: then their mean would predict better than the network."""
 
 LEAST_ROWS = 10
 """Data of which fewer tell nothing of each other."""
@@ -101,23 +106,25 @@ class Auto:
     """The default: at least as good as the network by what training data tell of new data; see the module's text.
 
     With held-out ``data`` it is :class:`~laplace_plus.Validation`. The training data are drawn once more from the
-    loader of the fit, so that random augmentation is as good.
+    loader of the fit, so that random augmentation is as good. If these look unseen, it is :class:`~.Unseen`.
 
     Args:
         data: Held-out batches; None for training data alone.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
+        seen: Whether the rows of the fit are known to be training data, so that their losses are not asked.
     """
 
     data: Iterable[Any] | None = field(default=None, repr=False)
     link: str | None = None
     n_samples: int = 100
     tune_noise: bool | None = None
+    seen: bool = False
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
-    ) -> AutoTuning:
+    ) -> AutoTuning | UnseenTuning:
         """Choose by what new data would lose; arguments as for :class:`~laplace_plus.Tuner`.
 
         Raises:
@@ -125,6 +132,7 @@ class Auto:
 
         Warns:
             NoGainWarning: Training data are not at hand, or the network's own predictions are the best.
+            UnseenRowsWarning: The rows of the fit look unseen.
             ConvergenceWarning: The evidence's tuning did not converge.
         """
         if self.data is not None:
@@ -152,8 +160,18 @@ class Auto:
         trained = sum(one.numel() for one in own.network.model.parameters() if one.requires_grad)
         scales = SCALES if own.network.n_parameters < trained else SCALES[SCALES.index(1.0) :]
         options = link_options(self, model.likelihood, generator)
-        choose = _of_regression if noisy else _of_views
-        chosen: dict[str, Any] = {"noise_std": evidence.noise_std, **choose(own, data, scales, options, progress)}
+        if noisy:
+            estimate = noise_from_residuals(own)
+            doubt, choose = _missed(own, estimate), partial(_of_regression, own, data, estimate, scales, progress)
+        else:
+            rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
+            choose = partial(_of_views, own, rows, scales, options)
+            z = 0.0 if rows is None else new_data.surprise(own.likelihood, rows)
+            doubt = f"their loss is {z:.3g} standard errors above what it expects" if z > SURPRISED else ""
+        by_folds = self._by_folds(posterior, doubt, progress, generator) if doubt and not self.seen else None
+        if by_folds is not None:
+            return by_folds
+        chosen: dict[str, Any] = {"noise_std": evidence.noise_std, **choose()}
         if chosen["chosen"] == "network":
             warn(f"{chosen['why']} Held-out data= would tell more.", NoGainWarning)
         return AutoTuning(
@@ -165,6 +183,26 @@ class Auto:
             scales=scales,
             **chosen,
         )
+
+    def _by_folds(
+        self, posterior: Tunable, doubt: str, progress: bool, generator: torch.Generator | None
+    ) -> UnseenTuning | None:
+        """The tuning of rows that look unseen, with a warning; None where none of them can be left out."""
+        tuner = Unseen(link=self.link, n_samples=self.n_samples, tune_noise=self.tune_noise)
+        try:
+            found = tuner.tune(posterior, progress=progress, generator=generator)
+            done = 'Tuned as by "unseen"; if they are training data, pass seen=True.'
+        except DataError as failure:
+            found, done = None, f'"unseen" could not tune, and the default took them for training data: {failure}'
+        warn(f"The network does not seem to have seen these rows: {doubt}. {done}", UnseenRowsWarning)
+        return found
+
+
+def _missed(own: Tunable, estimate: NoiseEstimate) -> str:
+    """Why rows of numbers look unseen; empty if they do not, or are few."""
+    ratio = max(0.0, *(estimate.residual_std / estimate.target_std).nan_to_num(0.0, 0.0).flatten().tolist())
+    far = ratio > FARTHER and own.n_data >= new_data.FEWEST
+    return f"its residuals are {ratio:.3g} times the deviation of the targets" if far else ""
 
 
 _WHY = {
@@ -229,12 +267,8 @@ class _Views:
         features, index = features[kept], index[kept]
         if len(index) < LEAST_ROWS:
             return None, None
-        members = rows.targets[index].to(rows.outputs)
-        if not rows.targets.is_floating_point() and likelihood.couples_outputs:
-            members = one_hot(rows.targets[index], rows.outputs.shape[1]).to(rows.outputs)
-        scores, truth = map(likelihood.class_probabilities, (new_data.left_out_labels(features, members), members))
-        outputs = rows.outputs[index]
-        own = likelihood.class_probabilities(from_functional(likelihood, outputs, torch.zeros_like(outputs)).mean)
+        own, truth, members = new_data.classes_of(likelihood, rows.outputs[index], rows.targets[index])
+        scores = likelihood.class_probabilities(new_data.left_out_labels(features, members))
         right, told = ((values.argmax(1) == truth.argmax(1)).double().mean().item() for values in (own, scores))
         wrong = new_data.rate_of_wrong(scores, truth)
         rate = max(wrong - (1 - right), 0.0)  # of labels that the network learnt by heart
@@ -281,14 +315,11 @@ def _room(own: Tunable) -> int:
     return int(min(ENOUGH, max(1.0, ENTRIES / size**2), max(LEAST, PRODUCTS / (size * own.network.n_parameters))))
 
 
-def _of_views(
-    own: Tunable, data: Iterable[Any], scales: tuple[float, ...], options: dict[str, Any], progress: bool
-) -> dict[str, Any]:
+def _of_views(own: Tunable, rows: Rows | None, scales: tuple[float, ...], options: dict[str, Any]) -> dict[str, Any]:
     """The scale that both views choose together, and what they found, as fields of the result."""
     views, network = _Views(own, scales, options), len(scales)
     at = between = rate = None
     notes = " Batches of these inputs cannot be cut into examples."
-    rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
     if rows is not None:
         at, notes = views.at_data(rows), ""
         try:
@@ -330,11 +361,10 @@ def common_scale(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -
 
 
 def _of_regression(
-    own: Tunable, data: Iterable[Any], scales: tuple[float, ...], options: dict[str, Any], progress: bool
+    own: Tunable, data: Iterable[Any], estimate: NoiseEstimate, scales: tuple[float, ...], progress: bool
 ) -> dict[str, Any]:
     """The widest scale that loses all but least, with the noise that belongs to it, as fields of the result."""
     likelihood, size, n_data = own.likelihood, own.n_outputs, own.n_data
-    estimate = noise_from_residuals(own)
     first = next(iter(iterate(data, device=own.network.device)))
     rows = n_data * own.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
     share = min(1.0, ENOUGH / n_data, _room(own) / rows)

@@ -239,10 +239,10 @@ def test_trust_is_by_the_whole_rate_of_wrong_labels(monkeypatch):
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
         net.bias.copy_(torch.tensor([6.0, -6.0]))
-    found = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
+    found = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision(seen=True).tuning
     assert found.wrong_labels < 0.1 and found.between_losses is not None
     monkeypatch.setattr(new_data, "TOLD_LABELS", 1.2)
-    found = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
+    found = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision(seen=True).tuning
     assert found.between_losses is None
 
 
