@@ -111,8 +111,9 @@ class LaplaceEstimator(BaseEstimator):
         if share is not None:
             parts = zip(parts, share.split(self.batch_size), strict=True)
         batches = list(zip(inputs.split(self.batch_size), parts, strict=True))
-        model, options, generator = self.module_, self.posterior_options, torch.Generator().manual_seed(seed)
-        self.posterior_ = fitted(self.posterior, model, likelihood, batches, generator=generator, **options or {})
+        options: Any = {"generator": torch.Generator().manual_seed(seed), "seen": not self.prefit}
+        options |= self.posterior_options or {}
+        self.posterior_ = fitted(self.posterior, self.module_, likelihood, batches, **options)
         return self
 
     def _module(self, n_features: int, n_outputs: int) -> nn.Module:

@@ -73,11 +73,13 @@ def fitted(
     data: Iterable[Any],
     *,
     generator: torch.Generator | None = None,
+    seen: bool = True,
     **options: Any,
 ) -> Any:
-    """A posterior, tuned by the library's default."""
+    """A posterior, tuned by the library's default; ``seen`` data are those of training."""
     cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
-    return cls(model, likelihood, **options).fit(data, generator=generator).fit_prior_precision(generator=generator)
+    found = cls(model, likelihood, **options).fit(data, generator=generator)
+    return found.fit_prior_precision(generator=generator, seen=(seen and "auto" in found.tuners) or None)
 
 
 def require_one_process(number: int) -> None:

@@ -162,14 +162,16 @@ class Auto:
         options = link_options(self, model.likelihood, generator)
         if noisy:
             estimate = noise_from_residuals(own)
-            doubt, choose = _missed(own, estimate), partial(_of_regression, own, data, estimate, scales, progress)
+            choose = partial(_of_regression, own, data, estimate, scales, progress)
+            ratio = max(0.0, *(estimate.residual_std / estimate.target_std).nan_to_num(0.0, 0.0).flatten().tolist())
+            far = ratio > FARTHER and own.n_data >= new_data.FEWEST
+            doubt = f"its residuals are {ratio:.3g} times the deviation of the targets" if far else ""
         else:
             rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
             choose = partial(_of_views, own, rows, scales, options)
             z = 0.0 if rows is None else new_data.surprise(own.likelihood, rows)
             doubt = f"their loss is {z:.3g} standard errors above what it expects" if z > SURPRISED else ""
-        by_folds = self._by_folds(posterior, doubt, progress, generator) if doubt and not self.seen else None
-        if by_folds is not None:
+        if doubt and not self.seen and (by_folds := self._by_folds(posterior, doubt, progress, generator)):
             return by_folds
         chosen: dict[str, Any] = {"noise_std": evidence.noise_std, **choose()}
         if chosen["chosen"] == "network":
@@ -196,13 +198,6 @@ class Auto:
             found, done = None, f'"unseen" could not tune, and the default took them for training data: {failure}'
         warn(f"The network does not seem to have seen these rows: {doubt}. {done}", UnseenRowsWarning)
         return found
-
-
-def _missed(own: Tunable, estimate: NoiseEstimate) -> str:
-    """Why rows of numbers look unseen; empty if they do not, or are few."""
-    ratio = max(0.0, *(estimate.residual_std / estimate.target_std).nan_to_num(0.0, 0.0).flatten().tolist())
-    far = ratio > FARTHER and own.n_data >= new_data.FEWEST
-    return f"its residuals are {ratio:.3g} times the deviation of the targets" if far else ""
 
 
 _WHY = {

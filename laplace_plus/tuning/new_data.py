@@ -40,8 +40,7 @@ CHOOSING = 350
 """Rows that choose a kernel's width and ridge, which depend on their number little."""
 
 ASKED, FEWEST = 2000, 100
-"""Rows whose losses are compared with what the network expects of them: of many thousands, training rows differ by what
-mini-batches leave; fewer than a hundred tell nothing."""
+"""At most and at least how many rows are asked: among more, what mini-batches leave shows; fewer tell nothing."""
 
 KEPT = 1e8
 """Numbers of the inputs among which neighbours are searched at most; of more, evenly spread ones."""

@@ -21,6 +21,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from laplace_plus.errors import UnseenRowsWarning
 from laplace_plus.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
@@ -123,7 +124,8 @@ def test_a_trained_module_is_taken_as_it_is():
     before = [p.clone() for p in trained.parameters()]
     own = LaplaceClassifier(trained, prefit=True).fit(x, y)
     assert own.module_ is trained and all(map(torch.equal, before, trained.parameters()))
-    values = LaplaceRegressor(nn.Linear(4, 1).double(), prefit=True).fit(x, x[:, 0])
+    with pytest.warns(UnseenRowsWarning, match="deviation of the targets"):
+        values = LaplaceRegressor(nn.Linear(4, 1).double(), prefit=True).fit(x, x[:, 0])
     with torch.no_grad():
         expected = values.module_(torch.as_tensor(x))[:, 0].numpy()
     np.testing.assert_allclose(values.predict(x), expected)  # in the network's own units
