@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from problems import generator
 from scipy import stats
 from torch import Tensor, nn
 
@@ -26,10 +27,6 @@ Y = torch.arange(12) % 3
 DATA = [(X[:7], Y[:7]), (X[7:], Y[7:])]
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
@@ -37,11 +34,11 @@ def network() -> nn.Module:
     return net
 
 
-MATRIX = torch.randn(N, N, generator=seeded(3), dtype=torch.float64)
+MATRIX = torch.randn(N, N, generator=generator(3), dtype=torch.float64)
 MATRIX = MATRIX @ MATRIX.T / N + torch.eye(N, dtype=torch.float64)
-STEEP = torch.linalg.qr(torch.randn(N, N, generator=seeded(4), dtype=torch.float64))[0]
+STEEP = torch.linalg.qr(torch.randn(N, N, generator=generator(4), dtype=torch.float64))[0]
 STEEP = (STEEP * torch.logspace(0, -6, N, dtype=torch.float64)) @ STEEP.T
-LARGE = torch.randn(400, 400, generator=seeded(6), dtype=torch.float64)  # more than ten probes of 30 steps
+LARGE = torch.randn(400, 400, generator=generator(6), dtype=torch.float64)  # more than ten probes of 30 steps
 LARGE = LARGE @ LARGE.T / 400 + torch.eye(400, dtype=torch.float64)
 Pairs = Iterable[tuple[Tensor, Tensor, int]]
 """For each seed the error, its standard error, and the number of independent samples behind it."""
@@ -53,7 +50,7 @@ def by(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 
 def estimates(make: Callable[[torch.Generator], Any], exact: Tensor, probes: int | None = None) -> Pairs:
     for seed in range(SEEDS):
-        found = make(seeded(seed))
+        found = make(generator(seed))
         yield found.value - exact, found.sem, probes or found.probes
 
 
@@ -79,7 +76,7 @@ def spectral_traces() -> Pairs:
 
 
 def curvatures() -> Pairs:
-    point = torch.randn(8, generator=seeded(5), dtype=torch.float64)
+    point = torch.randn(8, generator=generator(5), dtype=torch.float64)
     matrix = MATRIX[:8, :8]
 
     def surface(v: Tensor) -> Tensor:
@@ -97,7 +94,7 @@ def dimensions() -> Pairs:
     k = 30
     for seed in range(FITS):
         posterior = lp.SampledLaplace(net, "classification", n_samples=k, solver=lp.CGSolver(tolerance=1e-8))
-        found = posterior.fit(DATA, generator=seeded(seed)).effective_dimension()
+        found = posterior.fit(DATA, generator=generator(seed)).effective_dimension()
         yield found.value - gamma, found.sem, k
 
 
@@ -108,7 +105,7 @@ def kernel_dimensions() -> Pairs:
     )
     for seed in range(FITS):
         posterior = lp.NullSpace(net, "classification", rows="loss", projector="lsmr", n_samples=20)
-        found = posterior.fit(DATA, generator=seeded(seed)).null_space_dimension
+        found = posterior.fit(DATA, generator=generator(seed)).null_space_dimension
         # The error is that of a sum of χ² numbers, and not estimated from the samples: of a normal distribution.
         yield found.value - exact.value, found.sem, 10**6
 
@@ -119,7 +116,7 @@ def remainders(**options: Any) -> Pairs:
     for seed in range(SEEDS):
         posterior = lp.LowRank(net, "classification", rank=4, **options)
         with mock.patch.multiple("laplace_plus.structured.low_rank", REMAINDER_DEPTH=35, WHOLE=0):
-            posterior.fit(DATA, generator=seeded(seed))
+            posterior.fit(DATA, generator=generator(seed))
         exact = 2 * (posterior.log_marginal_likelihood() - full.log_marginal_likelihood())
         found = posterior.remainder()  # enters the evidence with the factor −1/2
         yield -exact, found.sem, found.probes
@@ -128,7 +125,7 @@ def remainders(**options: Any) -> Pairs:
 def predictions(**options: Any) -> Pairs:
     posterior = lp.KFAC(network(), "classification").fit(DATA)
     count = options.pop("n_samples", 30)
-    made = [posterior.predictive(X[:4], n_samples=count, generator=seeded(s), **options) for s in range(SEEDS)]
+    made = [posterior.predictive(X[:4], n_samples=count, generator=generator(s), **options) for s in range(SEEDS)]
     reference = torch.stack([one.mean for one in made]).mean(0)
     for one in made:
         yield one.mean - reference, one.standard_error, count

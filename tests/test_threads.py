@@ -9,6 +9,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -57,10 +58,6 @@ def together(actions):
         return list(pool.map(wait_and, actions))
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 def settings():
     """What is set for the whole process."""
     sdp = torch.backends.cuda
@@ -74,7 +71,7 @@ def settings():
 
 ACTIONS = {
     "linearised": lambda p, x: p.predictive(x).mean,
-    "sampled": lambda p, x: p.predictive(x, method="sampled", n_samples=3, generator=seeded(1)).mean,
+    "sampled": lambda p, x: p.predictive(x, method="sampled", n_samples=3, generator=generator(1)).mean,
     "functional": lambda p, x: p.functional_posterior(x).covariance,
     "mean": lambda p, x: p.mean,
     "evidence": lambda p, x: p.log_marginal_likelihood(torch.ones(2).new_tensor(2.0)),
@@ -147,7 +144,7 @@ def test_eight_threads_predict_side_by_side():
     torch.manual_seed(0)
     net, x, y = Meeting(8).double(), torch.randn(24, 6, dtype=torch.float64), torch.arange(24) % 3
     posterior = lp.KFAC(net, "classification").fit([(x, y)])
-    draws = [lambda s=s: posterior.network.several(x, posterior.sample(3, generator=seeded(s))) for s in range(8)]
+    draws = [lambda s=s: posterior.network.several(x, posterior.sample(3, generator=generator(s))) for s in range(8)]
     expected = [draw() for draw in draws]
     try:
         MEETS[0] = True

@@ -109,13 +109,15 @@ def test_no_normalisation():
     assert names(nn.Linear(3, 3), POINTS) == ("",)
 
 
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+
 @pytest.mark.parametrize("use", ["skip", "output", "squared", "item", "written"])
 def test_a_second_use_says_that_the_scale_matters(use):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
-
+    class Net(Normalised):
         def forward(self, x):
             h = self.first(x)
             y = self.norm(h)
@@ -158,11 +160,7 @@ def test_an_operation_that_is_hidden_is_found_out():
         def forward(ctx, x):
             return torch.from_numpy(x.detach().numpy() ** 2)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
-
+    class Net(Normalised):
         def forward(self, x):
             h = self.first(x)
             return self.last(self.norm(h) + Hidden.apply(h))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from problems import whole_tensors
@@ -209,17 +211,9 @@ def test_posteriors_agree(posterior_class, backend, options, task):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def refused(
-    backend: Backend,
-    model: nn.Module,
-    likelihood: Likelihood,
-    inputs: object,
-    targets: torch.Tensor,
-    structure: str,
-    selection: object = "all",
-) -> str:
+def refused(backend: Backend, *arguments: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        compute(backend, model, likelihood, inputs, targets, structure, selection)
+        compute(backend, *arguments)
     text = str(caught.value)
     assert backend.name in text
     assert "native" in text or "Native" in text or "lp." in text

@@ -9,6 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from leave_one_out_problems import linear_problem
+from problems import generator
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -17,10 +18,6 @@ from laplace_plus.tuning import auto, new_data
 from laplace_plus.tuning.new_data import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def test_left_out_values_are_those_of_refits_without_each_row():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -34,23 +35,19 @@ def impatient(monkeypatch):
     monkeypatch.setattr(linearized, "MOST_EXACT", CLASSES - 1)
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_samples_estimate_the_exact_variances(fitted):
     posterior, x = fitted
     n = 1000
     exact = posterior.functional_posterior(x, outputs="diagonal")
-    found = posterior.functional_posterior(x, outputs="diagonal", n_samples=n, generator=seeded())
+    found = posterior.functional_posterior(x, outputs="diagonal", n_samples=n, generator=generator())
     torch.testing.assert_close(found.mean, exact.mean)
     z = (found.covariance / exact.covariance - 1) / (2 / n) ** 0.5
     assert z.abs().max() < 5 and 0.5 < z.square().mean() < 2
     exact = posterior.functional_posterior(x, outputs="independent")
-    found = posterior.functional_posterior(x, outputs="independent", n_samples=n, generator=seeded())
+    found = posterior.functional_posterior(x, outputs="independent", n_samples=n, generator=generator())
     assert ((found.covariance - exact.covariance).abs() < 5 * jackknife(found.without_each())).all()
     some = posterior.functional_posterior(x, outputs=[3, 1])
-    found = posterior.functional_posterior(x, outputs=[3, 1], n_samples=n, generator=seeded())
+    found = posterior.functional_posterior(x, outputs=[3, 1], n_samples=n, generator=generator())
     assert (found.covariance - some.covariance).abs().max() < 5 * some.covariance.max() * (2 / n) ** 0.5
 
 
@@ -66,7 +63,7 @@ def test_standard_errors_cover(fitted, impatient, link, seeds):
     exact = posterior.predictive(x, method="linearized", link=link).mean
     z = []
     for seed in range(seeds):
-        found = posterior.predictive(x, link=link, n_samples=40, generator=seeded(seed))
+        found = posterior.predictive(x, link=link, n_samples=40, generator=generator(seed))
         z.append((found.mean - exact) / found.standard_error)
     z = torch.stack(z)
     assert 0.88 < (z.abs() < 2).double().mean() < 0.99
@@ -75,7 +72,7 @@ def test_standard_errors_cover(fitted, impatient, link, seeds):
 
 def test_errors_of_averages_over_samples(fitted):
     posterior, x = fitted
-    prediction = posterior.predictive(x, method="sampled", generator=seeded())
+    prediction = posterior.predictive(x, method="sampled", generator=generator())
     torch.testing.assert_close(prediction.standard_error, prediction.samples.std(0) / 10)
     assert not posterior.predictive(x, method="linearized").standard_error.any()
 
@@ -95,10 +92,10 @@ def test_samples_where_they_are_quicker(impatient, kind):
     assert few.without_each is not None and exact.without_each is None
     assert len(few.without_each()) == linearized.MOST_SAMPLES
     assert (few.standard_error > 0).all()
-    again, other = posterior.predictive(x), posterior.predictive(x, generator=seeded(1))
+    again, other = posterior.predictive(x), posterior.predictive(x, generator=generator(1))
     torch.testing.assert_close(few.mean, again.mean, rtol=0, atol=0)
     assert not torch.equal(few.mean, other.mean)
-    torch.testing.assert_close(other.mean, posterior.predictive(x, generator=seeded(1)).mean, rtol=0, atol=0)
+    torch.testing.assert_close(other.mean, posterior.predictive(x, generator=generator(1)).mean, rtol=0, atol=0)
     fewer = posterior.predictive(x, n_samples=5)
     assert len(fewer.without_each()) == 5
     assert (few.mean - exact.mean).norm() < (fewer.mean - exact.mean).norm()

@@ -6,16 +6,13 @@ import math
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior, differences, expected_absolute
 from laplace_plus.errors import ConfigurationError
 
 DOUBLE = {"dtype": torch.float64}
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def net(*last):

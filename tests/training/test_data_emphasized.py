@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 from torch.distributions import Independent, Normal, kl_divergence
 from torch.testing import assert_close
@@ -15,10 +16,6 @@ from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteEr
 from laplace_plus.priors import Groups
 
 QUICK = {"epochs": 4, "optimizer_options": {"lr": 0.02}}
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def train(net, data, likelihood="classification", **options):
