@@ -112,6 +112,6 @@ def load(cache: Path) -> Problem:
     end = nn.Sequential(model.norms[1], model.head)
     features, _ = features_of(end, model.head, (own["inputs"],))
     known, n_fit = own["targets"] >= 0, int((own["targets"] >= 0).sum()) // 2
-    sizes = {"forward_seconds": own["seconds"], "n_fit": n_fit, "n_test": n_fit}
+    sizes = {"forward_seconds": own["seconds"], "n_fit": n_fit, "n_test": n_fit, "from_features": True}
     targets = own["targets"]
     return Problem("classification", end, (own["inputs"],), model.head, features, targets, targets, known, **sizes)

@@ -39,6 +39,7 @@ class Problem:
         known: Which rows are of a kind that the network knows, ``[N]``.
         forward_seconds: Of the whole network, for a row.
         n_fit, n_test: Rows of a half that are fitted and tested.
+        from_features: Whether the network's inputs are themselves of one pass over the rows.
     """
 
     likelihood: str
@@ -52,6 +53,7 @@ class Problem:
     forward_seconds: float
     n_fit: int = 1000
     n_test: int = 1500
+    from_features: bool = False
 
     @property
     def methods(self) -> list[str]:
@@ -84,7 +86,7 @@ class Half:
             predict, seconds, passes, chosen = self.baseline(method), 0.0, 1.0, ""
         else:
             predict, seconds, chosen = self.posterior(*method.split(", "))
-            passes = float(method.startswith("last layer"))
+            passes = float(method.startswith("last layer") or self.problem.from_features)
         started = time.process_time()
         found, strange = predict(self.tested), predict(self.strange) if len(self.strange) else None
         seconds += time.process_time() - started
