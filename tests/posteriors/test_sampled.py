@@ -171,7 +171,6 @@ def test_more_samples_than_were_solved_for_have_their_covariance():
 # -- solvers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_descent_and_conjugate_gradients_find_the_same_samples():
     model, data = linear()
     whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
