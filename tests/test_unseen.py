@@ -1,13 +1,15 @@
 """Networks that were trained elsewhere: tuning by folds of rows that they have not seen."""
 
 import math
+import re
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, DataError, UnseenRowsWarning, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnseenRowsWarning, UnsupportedError
 from laplace_plus.tuning import AutoTuning, Unseen, UnseenTuning
 from laplace_plus.tuning.new_data import rows_of, surprise
 from laplace_plus.tuning.unseen import folds_of
@@ -328,3 +330,29 @@ def test_residuals_beyond_the_targets_deviation_are_noticed():
     with pytest.warns(UnseenRowsWarning, match="times the deviation of the targets") as seen:
         posterior.fit([far]).fit_prior_precision()
     assert len(seen) == 1 and isinstance(posterior.tuning, UnseenTuning)
+
+
+def test_networks_that_nearly_interpolate_are_told_what_unseen_rows_take():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(150, 3, generator=generator) * 2 - 1
+    y = x.sum(1, keepdim=True).sin() + 0.2 * torch.randn(150, 1, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), nn.Linear(60, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=600, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        value = (model(x) - y).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    posterior = lp.Diagonal(model, "regression").fit([(x, y)])
+    with pytest.warns() as seen:
+        posterior.fit_prior_precision()
+    told = [str(one.message) for one in seen if one.category is UnseenRowsWarning]
+    assert len(told) == 1 and re.search('nearly interpolates.*"unseen", and training data seen=True', told[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnseenRowsWarning)
+        warnings.simplefilter("ignore", NoGainWarning)
+        posterior.fit_prior_precision(seen=True)
