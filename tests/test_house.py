@@ -114,7 +114,7 @@ BUDGETS = {
     "predictive": 936,
     "structured": 3154,
     "testing": 311,
-    "tuning": 4142,
+    "tuning": 4145,
 }
 REST = 933
 """Lines of the files at the top: errors, checks, priors, metrics."""
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 38_663
-    assert sum(n for part, n in lines.items() if part not in APART) <= 36_232
+    assert sum(lines.values()) <= 38_666
+    assert sum(n for part, n in lines.items() if part not in APART) <= 36_235
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 12_869
     assert size.raises_of(size.FILES) <= 299
     assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 38_400
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 38_450
 
 
 @pytest.mark.slow
