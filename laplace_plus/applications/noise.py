@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import FunctionalPosterior
 from laplace_plus.tuning.leave_one_out import leave_one_out
 
 RIDGES = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
@@ -114,28 +114,27 @@ class NoisePosterior:
         """
         mean, covariance = self.posterior.functional_posterior(x, joint=joint, generator=generator)
         size, lead = mean.shape[-1], mean.shape[:-1]
-        own = covariance.reshape(mean.numel(), -1).diagonal().view(mean.shape) if joint else covariance
-        variance = own if joint else own.diagonal(dim1=-2, dim2=-1) if own.dim() > mean.dim() else own
+        square = covariance.reshape(mean.numel(), -1) if joint else covariance
+        variance = square.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
         known = covariance.new_zeros(*lead, 2 * size, *(lead if joint else ()), 2 * size)
         known[..., :size].narrow(len(lead), 0, size).copy_(covariance)
         outputs = torch.cat([mean, self._log_noise(x, variance).to(mean)], -1)
         options: dict[str, Any] = {"n_samples": n_samples, "joint": joint, "generator": generator}
         return from_functional(self.likelihood, outputs, known, **options)
 
-    def functional_posterior(self, x: Any, **options: Any) -> FunctionalPosterior:
-        """That of the posterior."""
-        return self.posterior.functional_posterior(x, **options)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior with its noise, as one file; errors as of its own ``save``."""
         save(self, path)
 
+    @cached_property
+    def _layer(self) -> Network:
+        return _last_layer(self.posterior)
+
     def _log_noise(self, x: Any, variance: Tensor) -> Tensor:
         """``log σ²(x)``, ``[B, *, C]`` float64."""
         rows = variance.detach().double().reshape(-1, variance.shape[-1])
-        features = (
-            _features(_last_layer(self.posterior), x, len(rows)) if self.coefficients.shape[1] > 2 else rows[:, :0]
-        )  # noqa: PLR2004
+        has_features = len(self.centre[1]) > 0
+        features = _features(self._layer, x, len(rows)) if has_features else rows[:, :0]
         columns = _columns(rows, features, self.centre, self.scale)
         found = (columns * self.coefficients).sum(-1)
         return found.clamp(*self.limits).view(variance.shape)

@@ -173,7 +173,7 @@ class Auto:
             doubt = f"their loss is {z:.3g} standard errors above what it expects" if z > SURPRISED else ""
         if doubt and not self.seen and (by_folds := self._by_folds(posterior, doubt, progress, generator)):
             return by_folds
-        if noisy and "nearly" in estimate.problem and own.n_data >= new_data.FEWEST and not self.seen:
+        if noisy and estimate.nearly_interpolates and own.n_data >= new_data.FEWEST and not self.seen:
             fix = 'Rows that it was not trained on look alike: these take "unseen", and training data seen=True.'
             warn(f"{estimate.problem} {fix}", UnseenRowsWarning)  # statistics of the residuals do not tell them apart
         chosen: dict[str, Any] = {"noise_std": evidence.noise_std, **choose()}

@@ -66,12 +66,14 @@ class NoiseEstimate:
         target_std: Standard deviation of the training targets.
         problem: What is wrong, in a sentence; empty if nothing is. Where a network interpolates, or nearly so, errors
             on new data were up to three times ``noise_std``.
+        nearly_interpolates: Whether that is the problem.
     """
 
     noise_std: Tensor
     residual_std: Tensor
     target_std: Tensor
     problem: str
+    nearly_interpolates: bool
 
 
 def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) -> NoiseEstimate:
@@ -129,17 +131,19 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     left_out, share = _left_out(network, likelihood, data, scale.to(targets)[groups], targets.shape)
     error, problem = (by_group(share * left_out.square()) / by_group(share)).sqrt(), ""
     error = torch.maximum(error, residual)
-    if bool((residual < INTERPOLATED * spread).any()):
+    interpolates = bool((residual < INTERPOLATED * spread).any())
+    nearly = not interpolates and bool((residual < _NEARLY * error).any())
+    if interpolates:
         ratio = float((residual / spread).min())
         problem = f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
-    elif bool((residual < _NEARLY * error).any()):
+    elif nearly:
         ratio = float((residual / error).min())
         problem = f"The network nearly interpolates: its training residuals are {ratio:.2g} of left-out errors."
     elif bool((error > spread).any()):
         problem = "The network predicts left-out targets no better than their mean does."
     tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread
     noise, residual, spread = (value.reshape(likelihood.noise_std.shape) for value in tensors)
-    return NoiseEstimate(noise, residual, spread, problem)
+    return NoiseEstimate(noise, residual, spread, problem, nearly)
 
 
 def _left_out(
