@@ -23,3 +23,40 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def values_of(cell: pytest.Function) -> set[tuple]:
+    """What each parametrisation of a test gives to one of its cells."""
+    groups = [mark.args[0] for mark in cell.iter_markers("parametrize")]
+    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in groups]
+    return {(*names, *(id(cell.callspec.params[name]) for name in names)) for names in groups}
+
+
+def diagonal_of(cells: list[pytest.Function]) -> list[pytest.Function]:
+    """So few of the cells of crossed parametrisations that each value is in one of them."""
+    missing, found = {cell: values_of(cell) for cell in cells}, []
+    while any(missing.values()):
+        found.append(max(missing, key=lambda cell: len(missing[cell])))
+        held = missing.pop(found[-1])
+        missing = {cell: values - held for cell, values in missing.items()}
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cells of a test marked ``diagonal`` or ``quick``, all others are slow."""
+    tables: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cells in tables.items():
+        if named := cells[0].get_closest_marker("quick"):
+            quick = [cell for cell in cells if cell.callspec.id in named.args]
+            if not quick and len(cells) > 1:
+                raise pytest.UsageError(f"{name}: no case is called as its quick ones, {named.args}")
+        elif cells[0].get_closest_marker("diagonal"):
+            quick = diagonal_of(cells)
+        else:
+            continue
+        for cell in set(cells).difference(quick):
+            cell.add_marker("slow")

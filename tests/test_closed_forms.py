@@ -227,6 +227,7 @@ def options_and_optimum(request):
     return request.param, brute_force_optimum(problem.fit(lp.Full), problem)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("method", ["marginal_likelihood", "mackay", "em"])
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, ekfac], ids=["Full", "KFAC", "EKFAC"])
 def test_every_method_finds_the_optimum(method, cls, options_and_optimum):
@@ -299,6 +300,7 @@ def small_posterior(name, likelihood):
     return POSTERIORS[name](net, make()).fit([(x, targets(7))])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("name", POSTERIORS)
 def test_evidence_gradients(name, likelihood):

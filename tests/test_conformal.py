@@ -51,6 +51,7 @@ def test_thresholds_cover_as_often_as_the_ranks_say(n):
     assert abs(covered.mean() - wanted) < 3 * covered.std() / repetitions**0.5
 
 
+@pytest.mark.quick("threshold", "regularized")
 @pytest.mark.parametrize("score", ["threshold", "adaptive", "regularized"])
 def test_sets_cover_as_often_as_promised(score):
     """From end to end: the coverage of one calibration is random, its mean over calibrations is known.

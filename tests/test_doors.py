@@ -34,6 +34,7 @@ def net(width=3):
 # -- matrices that are written out -------------------------------------------------------------------------------------
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.SWAG])
 @pytest.mark.parametrize("view", ["precision_matrix", "covariance_matrix", "sample"])
 def test_matrices_beyond_the_largest_are_refused(cls, view, monkeypatch):
@@ -115,6 +116,7 @@ class Strict(nn.Module):
         return self.layer(x) @ self.weight
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError, IndexError, KeyError, Own, ZeroDivisionError])
 @pytest.mark.parametrize("call", ["fit", "predictive", "sampled", "tune", "stochastic"])
 def test_what_a_network_raises_comes_out_as_it_is(error, call):
@@ -193,6 +195,7 @@ class Masked(nn.Module):
         return logits + mask.to(logits) * self.value if self.how == "added" else logits.masked_fill(mask, self.value)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", ["added", "filled"])
 @pytest.mark.parametrize("value", [torch.finfo(D).min / 4, torch.finfo(torch.float32).min, -1e9])
 def test_masked_classes_have_no_probability_and_no_curvature(value, how):

@@ -128,6 +128,7 @@ def test_update_keeps_the_basis_of_corrected_eigenvalues_and_adds_all_curvature(
     assert posterior.precision_matrix().trace().item() == pytest.approx(exact, rel=ROUNDING)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["ggn", "empirical_fisher"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_seven_times_the_same_datum(name, kind):
@@ -185,6 +186,7 @@ def test_hessian_by_double_differentiation():
     assert relative_error(diagonal, want.diagonal()) < ROUNDING
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("selection", [["inner"], ["norm", "shift"], {"head.weight": torch.eye(3, dtype=torch.bool)}])
 @pytest.mark.parametrize("kind", ["ggn", "empirical_fisher", "hessian"])
 @pytest.mark.parametrize("name", ["Full", "Diagonal"])

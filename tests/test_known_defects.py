@@ -40,6 +40,7 @@ def reals(n=12, outputs=3):
 # -- samples and randomness --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("KFAC", "Diagonal")
 @each_class
 def test_samples_at_unrelated_inputs_are_independent(name):
     """One noise vector for all inputs would make them perfectly correlated, which ruins batch acquisition."""

@@ -82,6 +82,7 @@ def assert_moments(posterior, seed=7):
     assert covariance < 1
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_moments(name, network):
@@ -99,6 +100,7 @@ SELECTIONS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_moments_of_selections(name, selection):
@@ -158,6 +160,7 @@ def test_monte_carlo_curvature_takes_the_generator():
 # -- sampled networks --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("Full")
 @pytest.mark.parametrize(
     "name", ["Full", "KFAC", *(pytest.param(n, marks=pytest.mark.slow) for n in ("EKFAC", "Diagonal"))]
 )

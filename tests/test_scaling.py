@@ -48,6 +48,7 @@ def test_a_temperature_is_the_one_of_least_loss():
     assert_close(found.predictive(x).mean, (f / found.temperature).softmax(-1))
 
 
+@pytest.mark.quick("matrix")
 @pytest.mark.parametrize("method", ["vector", "matrix"])
 def test_without_variance_the_optimum_is_that_of_logistic_regression(method):
     posterior, x, y = problem(precision=1e12)
@@ -60,6 +61,7 @@ def test_without_variance_the_optimum_is_that_of_logistic_regression(method):
     assert_close(moments, torch.zeros_like(moments), rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick("probit", "mc")
 @pytest.mark.parametrize("link", ["gumbel", "probit", "mc"])
 def test_more_freedom_has_no_larger_loss(link):
     posterior, x, y = problem()
@@ -84,6 +86,7 @@ def test_more_freedom_has_no_larger_loss(link):
         assert made.report.calibrated_nll == pytest.approx(float(own))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
 def test_scalings_are_saved(method, likelihood, tmp_path):

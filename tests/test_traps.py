@@ -133,6 +133,7 @@ class Auxiliary(nn.Module):
         return {"out": outputs, "aux": self.auxiliary(hidden)}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", ["output", "reshaped", "no_grad", "detached"])
 @pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.LowRank, sampled])
 def test_a_layer_without_influence_is_not_the_last_one(posterior_class, how):

@@ -127,6 +127,14 @@ def brute_force(evidence, n_precisions, n_noise):
     return max(-minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds).fun for start in starts)
 
 
+@pytest.mark.quick(
+    "Full-scalar-classification",
+    "Full-layerwise-regression",
+    "KFAC-layerwise-regression per output",
+    "KFAC-diagonal-regression",
+    "Diagonal-diagonal-regression per output",
+    "Diagonal-scalar-regression",
+)
 @pytest.mark.parametrize("task", ["classification", "regression", "regression per output"])
 @pytest.mark.parametrize("structure", ["scalar", "layerwise", "diagonal"])
 @pytest.mark.parametrize("name", CLASSES)
@@ -180,6 +188,12 @@ def test_a_precision_for_each_entry_in_closed_form(task):
         assert all(evidence(posterior.noise_std) >= evidence(posterior.noise_std * f) for f in (0.98, 1.02))
 
 
+@pytest.mark.quick(
+    "em-scalar-regression per output",
+    "em-layerwise-regression",
+    "mackay-scalar-classification",
+    "em-layerwise-classification",
+)
 @pytest.mark.parametrize(
     ("method", "structure", "task"),
     [
@@ -199,6 +213,7 @@ def test_the_methods_agree(method, structure, task):
     assert posterior.tuning.value == pytest.approx(want, abs=1e-3)
 
 
+@pytest.mark.quick("0.4")
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_expectation_maximisation_never_falls(temperature):
     """Each EM step maximises a lower bound that touches the evidence, the noise included (Dempster et al., 1977)."""
@@ -238,6 +253,7 @@ def test_evidence_is_concave_in_the_logarithms(data):
     assert middle >= ends - 1e-9 * (1 + abs(ends))  # rounding
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("structure", ["scalar", "layerwise"])
 def test_weights_at_the_prior_mean(method, structure):
@@ -253,6 +269,7 @@ def test_weights_at_the_prior_mean(method, structure):
     assert torch.isfinite(posterior.predictive(x).mean).all()
 
 
+@pytest.mark.quick("marginal_likelihood", "em")
 @pytest.mark.parametrize("method", METHODS)
 def test_an_unfinished_tuning_says_so(method):
     posterior = fitted(lp.Full, "regression")[0]
@@ -306,6 +323,7 @@ def counted(monkeypatch):
 ONCE = {"Full": 1, "KFAC": 4, "EKFAC": 4, "Diagonal": 0}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("name", ONCE)
 def test_each_factor_is_decomposed_once(monkeypatch, name, task):
@@ -420,6 +438,7 @@ def test_validation_says_where_its_grid_ends(grid, at_end):
         assert posterior.prior_precision == 1e4
 
 
+@pytest.mark.quick("inf")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_validation_refuses_losses_that_are_never_finite(value):
     posterior, _, x, y = fitted(lp.Full, "regression")
@@ -442,6 +461,7 @@ def test_no_noise_to_tune():
         fitted(lp.Full, "classification")[0].fit_prior_precision(tune_noise=True)
 
 
+@pytest.mark.quick("10000000.0")
 @pytest.mark.parametrize("size", [1e-7, 1e7])
 def test_weights_of_any_size(size):
     """The search is as wide as the weights' size asks for."""

@@ -44,6 +44,7 @@ def problem(likelihood="classification", n=60, size=3, overconfident=1.0, seed=0
     return net, [(x[i : i + 25], y[i : i + 25]) for i in range(0, n, 25)]
 
 
+@pytest.mark.quick("binary", "regression")
 @pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
 def test_left_out_losses_are_those_of_refits(likelihood):
     net, data = problem(likelihood, size=2, overconfident=4.0)
@@ -72,6 +73,7 @@ def test_left_out_losses_are_those_of_refits(likelihood):
         assert found.chosen != "network" and tuned.output_temperature > 2 and found.expected_gain > 0.1
 
 
+@pytest.mark.quick("KFAC", "LowRank", "Subnetwork")
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_gaussian_class_finds_the_temperature(name):
     net, data = problem(overconfident=4.0)
@@ -201,6 +203,7 @@ def test_applications_know_it(warm):
     assert torch.allclose(posterior.predict_proba(x), p)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("make", [lp.Full, lp.Diagonal])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bias", [True, False])
@@ -216,6 +219,7 @@ def test_frozen_copies_are_at_the_temperature(make, size, bias):
 # -- rows that stand for others ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_rows_that_stand_for_others_count_as_copies(name, likelihood, tmp_path):
@@ -287,6 +291,7 @@ def surprise_of(net, likelihood, x, y):
     return surprise(network.likelihood, rows_of(network.network, network.likelihood, [(x, y)], len(x)))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_training_do_not_surprise(likelihood, seed):
@@ -295,6 +300,7 @@ def test_rows_of_training_do_not_surprise(likelihood, seed):
         assert surprise_of(net, likelihood, *own) < 2.5
 
 
+@pytest.mark.quick("classification")
 @pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
 def test_the_default_notices_unseen_rows(likelihood):

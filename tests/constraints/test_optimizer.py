@@ -23,6 +23,7 @@ from laplace_plus.linalg import Status
 # -- the fixed point ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("nesterov")
 @pytest.mark.parametrize(
     ("make", "steps"),
     [

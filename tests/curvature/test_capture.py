@@ -81,6 +81,7 @@ class Force(nn.Module):
             return self.head(-self.derivative(self.energy, x.detach().requires_grad_()))
 
 
+@pytest.mark.diagonal
 @pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own decompositions for forward mode
 @pytest.mark.parametrize(
@@ -130,6 +131,7 @@ class ScriptedFunction(nn.Module):
         return self.gate(self.body(x), self.scale)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("posterior_class", [lp.Full, lp.Diagonal, lp.LowRank])
 @pytest.mark.parametrize("network", [ScriptedBody, ScriptedHead, ScriptedFunction])
 def test_scripted_parts(network, posterior_class):
@@ -192,6 +194,7 @@ def test_a_network_without_derivatives_is_refused(posterior_class, parameters, h
         posterior.fit([reals()])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", ["detach", "data", "set_grad_enabled"])
 @pytest.mark.parametrize("posterior_class", [*CLASSES, lp.SampledLaplace])
 def test_parameters_that_are_cut_off_are_named(posterior_class, how):

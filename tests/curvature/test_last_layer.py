@@ -33,6 +33,7 @@ def networks():
     yield "pixels", pixels, Categorical(output_axis=1), images, torch.randint(0, 4, (3, 4, 4), generator=generator)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("make", CLASSES, ids=["full", "diagonal", "expand", "reduce", "diagonal outputs"])
 @pytest.mark.parametrize("case", list(networks()), ids=lambda case: case[0])
 @pytest.mark.parametrize("ignored", [False, True])
@@ -139,6 +140,7 @@ FORMS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("make", CLASSES[:3], ids=["full", "diagonal", "KFAC"])
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_of_every_form_are_those_of_a_plain_linear_head(make, form):

@@ -70,6 +70,7 @@ def assert_close(got: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, 
             assert float((ours - tensor).abs().max()) <= tolerance * float(tensor.abs().max()), f"{key} {name}"
 
 
+@pytest.mark.diagonal
 @HALVES
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_are_those_of_float32_up_to_the_networks_own_rounding(dtype, sharing):
@@ -81,6 +82,7 @@ def test_factors_are_those_of_float32_up_to_the_networks_own_rounding(dtype, sha
     assert_close(blocks(low, (x, tokens), target, sharing), wanted, tolerance)
 
 
+@pytest.mark.quick("dtype1")
 @HALVES
 def test_fits_and_predictions_under_autocast(dtype):
     low, high = networks(dtype)
@@ -115,6 +117,7 @@ def rounded_rows(model: nn.Module, inputs, layers: list[str]) -> dict[str, Tenso
     return seen
 
 
+@pytest.mark.diagonal
 @HALVES
 @pytest.mark.parametrize("ambient", [False, True])
 def test_products_are_summed_in_float32(dtype, ambient):

@@ -311,6 +311,7 @@ def test_each_move_of_an_output_layer(number):
     check(Net((name,), (KINDS[number % 2],)), data((5, 5)), ("all", "last_layer")[number // 2 % 2])
 
 
+@pytest.mark.quick("0", "12")
 @pytest.mark.parametrize("number", range(0, len(MOVES), 6))
 def test_moves_of_two_layers(number):
     names = [*MOVES]
@@ -328,6 +329,7 @@ def test_any_moves(seed):
     check(model, batches, draw.choice(["all", "last_layer"]))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["sort", "ends_stay", "route", "mask"])
 @pytest.mark.parametrize("selection", ["all", "last_layer"])
 def test_kronecker_factors_are_those_of_each_example_by_itself(selection, name):

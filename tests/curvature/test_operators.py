@@ -70,6 +70,9 @@ each_likelihood = pytest.mark.parametrize(
 # -- the matrices ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(
+    "transformer_encoder", "unet", "lstm", "tied_language_model", "siamese", "embedding_bag", "mixture_of_experts"
+)
 @each_typical
 def test_architectures(architecture: Architecture):
     jacobian, ggn, _ = twins.oracle(architecture)
@@ -139,6 +142,7 @@ def test_empirical_fisher(likelihood, outputs):
     close(rows.abs(), gradients.abs(), 1e-9)
 
 
+@pytest.mark.quick("classes")
 @pytest.mark.parametrize(
     ("likelihood", "outputs"),
     [
@@ -193,6 +197,7 @@ def test_ggn_is_the_hessian_of_a_linear_model():
         close(HessianOperator(model, likelihood, data).dense(), ggn)
 
 
+@pytest.mark.quick("ggn-likelihood0", "hessian-likelihood1", "empirical_fisher-likelihood3")
 @pytest.mark.parametrize(
     ("kind", "likelihood"),
     [

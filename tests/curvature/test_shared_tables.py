@@ -103,6 +103,7 @@ def test_rows_of_examples_are_no_table_for_all(times: tuple[int, ...]) -> None:
     assert relative_error(got, wanted) < EXACT
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("way", COVERED)
 @pytest.mark.parametrize("sizes", [(5, 8, 1), (1, 4), (4, 4)])  # T positions in T examples, too
 def test_kronecker_factors_are_those_of_positions_for_each_example(way: str, sizes: tuple[int, ...]) -> None:

@@ -103,6 +103,7 @@ def assert_equal_blocks(got: dict, wanted: dict) -> None:
             torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.diagonal
 @SHARINGS
 @SIDES
 @pytest.mark.parametrize("token_level", [False, True])

@@ -58,6 +58,7 @@ def assert_same_function(found, want, inputs):
         torch.testing.assert_close(mine, exact, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("structure", ["scalar", "layerwise", "diagonal"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_value_and_gradient_for_every_structure(name, structure):
@@ -72,6 +73,7 @@ def test_value_and_gradient_for_every_structure(name, structure):
     )
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("n_noise", [1, 3])
 @pytest.mark.parametrize("name", CLASSES)
 def test_derivative_by_the_noise(name, n_noise):

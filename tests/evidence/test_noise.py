@@ -36,6 +36,7 @@ def refitted(x, y, ridge):
     return torch.stack(left)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("n", "size"), [(15, 6), (9, 14)], ids=["more data", "more weights"])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_ridge_regression_left_out_exactly(n, size, outputs):
@@ -92,6 +93,7 @@ def test_noise_that_runs_away_is_named_and_replaced():
             posterior.fit_prior_precision("marginal_likelihood", tune_noise=False)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_few_gradients_and_few_rows_give_the_error_of_all(monkeypatch, outputs):
     net, x, y, _ = trained(n=400, hidden=20, steps=150)

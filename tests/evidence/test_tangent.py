@@ -212,6 +212,19 @@ CASES = [*(("Full", task) for task in LIKELIHOODS), ("KFAC", "regression"), ("Lo
 CASES += [(name, "classification") for name in POSTERIORS if name != "Full"]
 
 
+@pytest.mark.quick(
+    "Full-regression",
+    "Full-poisson",
+    "Full-binary",
+    "LowRank-regression",
+    "KFAC-classification",
+    "Diagonal-classification",
+    "LowRank-classification",
+    "EKFAC-classification",
+    "last layer-classification",
+    "masked-classification",
+    "Subnetwork-classification",
+)
 @pytest.mark.parametrize(("name", "task"), CASES)
 def test_every_posterior_reaches_a_joint_stationary_point(name, task):
     net, x, y = mlp_problem(task)

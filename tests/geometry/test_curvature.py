@@ -76,6 +76,7 @@ def test_rotations_change_nothing():
     torch.testing.assert_close(turned, scalar_curvature(wavy, point))
 
 
+@pytest.mark.quick("4-2", "5-0")
 @pytest.mark.parametrize(("probes", "deflate"), [(2, 0), (5, 0), (4, 2), (8, 1)])
 def test_estimate_is_unbiased(probes, deflate):
     point, generator = random(6), torch.Generator().manual_seed(0)

@@ -57,6 +57,7 @@ def parts(ggn, precision):
     return {"image": full - kernel, "kernel": kernel, "full": full}
 
 
+@pytest.mark.quick("image-svd", "kernel-svd", "full-svd")
 @pytest.mark.parametrize(
     ("kind", "backend"), [("image", "svd"), ("kernel", "svd"), ("full", "svd"), ("image", "lanczos")]
 )
@@ -93,6 +94,7 @@ def test_one_full_step_is_the_laplace_approximation(backend):
     torch.testing.assert_close(steps, noise[:, 0] @ root, rtol=0, atol=1e-8)
 
 
+@pytest.mark.quick("svd")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_stay_in_their_spaces(backend):
     landscape, x = curved()

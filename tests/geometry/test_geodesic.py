@@ -228,6 +228,7 @@ def regression():
     return net, lp.Gaussian(0.3), [(x, x.mul(2).sin())]
 
 
+@pytest.mark.quick("bowl")
 @pytest.mark.parametrize(
     "surface", ["bowl", "waves", *[pytest.param(one, marks=pytest.mark.slow) for one in (classes, regression)]]
 )
@@ -312,6 +313,7 @@ def folded(slope, normal, lift, offset):
     return lambda p: p @ slope + lift * (p @ normal - offset).relu()
 
 
+@pytest.mark.quick("3.0")
 @pytest.mark.parametrize("lift", [3.0, -3.0, 40.0])
 def test_creases_are_crossed_by_the_shortest_way(lift):
     slope, normal, offset = torch.tensor([0.7, -0.2, 0.4]), torch.tensor([1.0, 0.5, -0.3]), 0.25

@@ -123,6 +123,7 @@ PAIRS = [
 each_pair = pytest.mark.parametrize(("backend", "structure"), PAIRS)
 
 
+@pytest.mark.diagonal
 @each_pair
 @pytest.mark.parametrize("likelihood_name", LIKELIHOODS)
 @pytest.mark.parametrize("network_name", NETWORKS)
@@ -137,6 +138,7 @@ def test_equals_native(backend, structure, likelihood_name, network_name):
     assert_same(compute(BACKENDS[backend](), *arguments), compute(Native(), *arguments))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("selection", ["last_layer", ["0.bias"], ["0.weight", "2.bias"]], ids=str)
 @each_pair
 def test_selections(backend, structure, selection):
@@ -183,6 +185,7 @@ def test_batches_add_up(backend, structure):
 # -- through the public interface --------------------------------------------------------------------------------------
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize(("posterior_class", "backend", "options"), [
     (lp.Full, "backpack", {}),
@@ -324,6 +327,7 @@ ODD = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @each_pair
 @pytest.mark.parametrize("name", ODD)

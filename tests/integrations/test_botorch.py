@@ -55,6 +55,7 @@ def jacobian(model, x):
     return network.forward(x).flatten(), rows
 
 
+@pytest.mark.quick("2-3")
 @pytest.mark.parametrize(("m", "q"), [(1, 1), (2, 3)])
 def test_each_batch_is_jointly_gaussian_over_its_points(m, q):
     model = surrogate(m, input_transform=Normalize(2), outcome_transform=None)

@@ -71,6 +71,7 @@ def test_ridge_regression_is_left_out_exactly(parameters):
     torch.testing.assert_close(left.leverages, hat.diagonal(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_one_newton_step(name, temperature):
@@ -102,6 +103,7 @@ def test_the_two_priors_are_kept_apart():
     assert relative_error(left.covariance, covariance) < 1e-10
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 4, 1)])
 @pytest.mark.parametrize("leverages", ["own", "full"])
 def test_any_chunks_give_the_same(sizes, leverages):
@@ -214,6 +216,7 @@ def tokens():
     return net, x, y
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("leverages", ["own", "full"])
 @pytest.mark.parametrize("unit", ["example", "position"])
 def test_tokens(unit, leverages):

@@ -49,6 +49,7 @@ def train(net, loss, x, y, decay):
     return net
 
 
+@pytest.mark.quick("mc")
 @pytest.mark.parametrize("link", ["probit", "mc"])
 def test_every_loss_is_that_of_leaving_out(link):
     net, x, y = classifier()
@@ -139,6 +140,7 @@ def test_leave_one_out_reproduces_the_value_of_the_tuning():
         lp.leave_one_out(classes, noise_std=1.0)
 
 
+@pytest.mark.quick("noise1")
 @pytest.mark.parametrize("noise", [0.5, torch.tensor([0.4, 0.8])])
 def test_noise_is_tuned_with_it(noise):
     """In closed form, and where the loss is least in both together, the displacement of training being kept."""
@@ -271,6 +273,7 @@ def test_as_many_other_data_are_told_by_what_they_say(name, dtype):
     torch.testing.assert_close(lp.leave_one_out(posterior, turned).nll(), lp.leave_one_out(posterior).nll())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_other_data_on_any_scale(dtype, scale):

@@ -137,6 +137,7 @@ def test_midpoints_join_near_neighbours():
         torch.testing.assert_close(point, (x[row] + x[other]) / 2, rtol=1e-12, atol=1e-6)
 
 
+@pytest.mark.quick("soft", "ignored")
 @pytest.mark.parametrize("kind", ["labels", "soft", "binary", "ignored"])
 def test_losses_of_both_views_are_those_of_predictions(kind):
     net, x, y = linear_problem(40, classification=True)

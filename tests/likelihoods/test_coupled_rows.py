@@ -65,6 +65,7 @@ def dense(net, names, density, data):
 KINDS = [(listwise, 1), (cox, 1), (plackett_luce, 1), (differences, 2)]
 
 
+@pytest.mark.quick("listwise-1-all", "plackett_luce-1-all", "cox-1-all", "differences-2-all")
 @pytest.mark.parametrize(
     ("density", "n_outputs", "parameters"), [*((*kind, "all") for kind in KINDS), (*KINDS[-1], "last_layer")]
 )
@@ -114,6 +115,7 @@ def test_corrected_eigenvalues_are_of_whole_batches():
     assert_close(own.trace(), wanted.trace())
 
 
+@pytest.mark.quick("KFAC", "Full")
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_tuning_and_predictions(cls):
     net, data = problem(cox)

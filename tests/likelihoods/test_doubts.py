@@ -40,6 +40,7 @@ def numbers(*shape, n_classes):
 CLASSES = [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank, lp.SampledLaplace, lp.SWAG]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("parameters", ["all", "last_layer"])
 @pytest.mark.parametrize("cls", CLASSES)
 def test_classes_before_as_many_positions_are_noticed(cls, parameters):
@@ -97,6 +98,7 @@ class Heteroscedastic(nn.Module):
         return torch.cat([mean, self.form(raw)], -1)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.LowRank, lp.SampledLaplace])
 @pytest.mark.parametrize("form", ["softplus", "exp", "deviation"])
 def test_variances_in_place_of_log_variances_are_noticed(cls, form):

@@ -49,6 +49,7 @@ def detection_hessian(f):
     return hessian
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("as_mapping", [False, True])
 @pytest.mark.parametrize("parameters", ["all", "last_layer"])
 @pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal, lp.KFAC])
@@ -89,6 +90,7 @@ def test_pixels_of_depths_and_normals():
         lp.KFAC(net, likelihood).fit([(x, Maps(y.depth, y.normals.movedim(-1, 1)))])
 
 
+@pytest.mark.quick("LowRank", "SWAG")
 @pytest.mark.parametrize(
     "cls", [lp.LowRank, lp.SampledLaplace, pytest.param(lp.Riemannian, marks=pytest.mark.slow), lp.SWAG]
 )

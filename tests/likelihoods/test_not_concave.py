@@ -75,6 +75,7 @@ def test_the_curvature_is_the_positive_part(density):
     assert_close(low.precision_matrix() - eye, wanted, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.quick("Full-mixture_density", "KFAC-student_t")
 @pytest.mark.parametrize(
     ("cls", "density"),
     [(lp.Full, mixture_density), (lp.Full, weibull), (lp.KFAC, student_t), (lp.KFAC, negative_binomial)],
@@ -89,6 +90,7 @@ def test_the_default_tuning_and_predictions(cls, density):
     assert bool(posterior.predictive(x).log_prob(y).isfinite().all())
 
 
+@pytest.mark.quick("student_t")
 @pytest.mark.parametrize("density", [student_t, weibull])
 def test_the_error_says_what_works(density):
     net, x, y, _ = problem(density)

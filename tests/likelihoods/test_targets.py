@@ -33,6 +33,7 @@ def problem(rows=24, kind="hard"):
     return net, x, y if kind == "hard" else soft
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("options", [{}, *MODIFIED])
 def test_losses_and_derivatives_are_those_of_torch(options, kind):
@@ -51,6 +52,7 @@ def test_losses_and_derivatives_are_those_of_torch(options, kind):
     assert_close(-likelihood.statistics(f, y)[0], loss(f).sum())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("options", [{}, *MODIFIED])
@@ -109,6 +111,7 @@ def test_one_hot_targets_are_class_indices():
     assert (flat.sum(-1) == 1).all()
 
 
+@pytest.mark.quick("options2")
 @pytest.mark.parametrize("options", MODIFIED)
 def test_modified_classes_are_tuned_stored_and_refused_where_they_must(options, tmp_path):
     net, x, y = problem()
@@ -210,6 +213,7 @@ def test_correlated_outputs_with_given_noise():
     )
 
 
+@pytest.mark.quick("KFAC", "Diagonal")
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.LowRank])
 def test_given_noise_is_tuned_stored_and_predicted(cls, tmp_path):
     x, y, noise = regression(1)

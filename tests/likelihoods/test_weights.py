@@ -89,6 +89,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_weights_are_repeated_rows(kind, name):
@@ -105,6 +106,7 @@ def test_whole_weights_are_repeated_rows(kind, name):
     assert repr(a.likelihood.of_new_targets) == repr(plain.of_new_targets)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["Full", "KFAC", "EKFAC", "reduce", "Diagonal", "last"])
 @pytest.mark.parametrize("kind", ["classes", "gaps in regression"])
 def test_weights_of_sequences(kind, name):
@@ -135,6 +137,7 @@ def test_sampled_labels_have_the_weighted_curvature_in_expectation():
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 0.05  # standard errors below 0.01
 
 
+@pytest.mark.quick("gaps in regression", "heteroscedastic")
 @pytest.mark.parametrize("kind", ["classes", "rare", "gaps in regression", "heteroscedastic"])
 def test_fractional_weights_scale_the_log_likelihood(kind):
     plain, own, net, x, y, _ = problem(kind)
@@ -163,8 +166,9 @@ def test_fractional_weights_scale_the_log_likelihood(kind):
     assert_close(posterior.laplace_model().log_likelihood(), fit)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("route", ["marginal_likelihood", "validation", "leave_one_out", "residuals"])
-@pytest.mark.parametrize("kind", ["classes", "gaps in regression", "regression"])
+@pytest.mark.parametrize("kind", ["gaps in regression", "classes", "regression"])
 @pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")  # the network is not trained
 def test_tuning_is_that_of_repeated_rows(kind, route):
     plain, own, net, x, y, w = problem(kind)
@@ -219,6 +223,7 @@ def test_left_out_residuals_of_fractions():
     )
 
 
+@pytest.mark.quick("heteroscedastic", "classes")
 @pytest.mark.parametrize("kind", ["classes", "rare", "heteroscedastic", "regression"])
 def test_the_last_layers_bound_is_that_of_repeated_rows(kind):
     plain, own, net, x, y, w = problem(kind)

@@ -55,6 +55,7 @@ def test_a_whole_krylov_space_gives_the_dense_function(f, dense):
     assert (found.depth, found.error.shape) == (N, (2,))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("f", [exp, phi(1), of_eigenvalues(torch.sqrt)])
 @pytest.mark.parametrize("depth", [2, 4])
 def test_gradients_are_those_of_the_value(f, depth):

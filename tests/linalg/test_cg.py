@@ -100,6 +100,7 @@ def _with_nystroem(A: Tensor, shift: float, b: Tensor, exact: Tensor, rank: int)
     return int(solution.iterations.max())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 1, 6)])
 @pytest.mark.parametrize("preconditioned", [False, True])
 def test_gradients(shape: tuple[int, ...], preconditioned: bool) -> None:

@@ -41,6 +41,7 @@ class TestUnbiased:
         distance = (sample.mean(0) - torch.diag(weight)).abs()
         assert float((distance / (sample.std(0) / runs**0.5 + 1e-12)).max()) < 4.5
 
+    @pytest.mark.quick("algebraic")
     @pytest.mark.parametrize("spectrum", ["flat", "algebraic"])
     def test_xdiags_errors_are_within_the_standard_errors(self, spectrum):
         n, runs = 60, 60

@@ -83,6 +83,7 @@ def test_lanczos_against_autograd(depth):
     compare(outputs, expected, [s, v], [normal(*x.shape, seed=2) for x in expected])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("depth", [1, 2, 7, 12])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_arnoldi_against_autograd(depth, transpose):
@@ -94,6 +95,7 @@ def test_arnoldi_against_autograd(depth, transpose):
     compare((found.vectors, found.hessenberg, found.residual, found.scale), expected, [a, v], cotangents)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("m", "n", "depth"), [(20, 14, 2), (14, 20, 7), (16, 16, 8), (5, 12, 5)])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_bidiagonalization_against_autograd(m, n, depth, transpose):
@@ -191,6 +193,7 @@ def hilbert_error(n: int) -> float:
     return float(torch.stack(errors).square().mean().sqrt()) / n
 
 
+@pytest.mark.quick("12-2e-05")
 @pytest.mark.parametrize(("n", "error"), [(6, 1e-12), (8, 1e-10), (10, 1e-7), (12, 2e-5)])
 def test_reprojection_on_the_hilbert_matrix(n, error):
     """Measured 1e-14, 2e-12, 2e-9, 4e-7 with, and 2e-12, 1e-8, 1e-6, 9e-4 without re-projection."""

@@ -132,6 +132,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, float64], ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
 def test_vectors_stay_orthogonal(spectrum, dtype):
@@ -150,6 +151,7 @@ def test_vectors_of_a_noisy_operator_are_orthogonal():
     assert (found.vectors @ found.vectors.T - torch.eye(80, dtype=float64)).abs().max() <= 1e-14
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, float64], ids=str)
 @pytest.mark.parametrize("width", [12, 50, 2000])
 def test_orthogonal_among_roundings(width, dtype):

@@ -39,6 +39,7 @@ def dense(A: Tensor, b: Tensor, damp: float = 0.0) -> Tensor:
     return (b @ U * gains) @ Vh
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("damp", [0.0, 0.5])
 def test_iterates_are_scipys(shape: tuple[int, int], damp: float) -> None:
@@ -54,6 +55,7 @@ def test_iterates_are_scipys(shape: tuple[int, int], damp: float) -> None:
         assert float(ours.condition_number) == pytest.approx(theirs[6], rel=1e-5)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-6])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_stops_where_scipy_does(shape: tuple[int, int], tolerance: float) -> None:
@@ -115,6 +117,7 @@ def test_zero_operator_and_zero_rows_and_columns() -> None:
     torch.testing.assert_close(damped.value, dense(A, normal(6, seed=1), 0.1), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("damp", [0.0, 1.0, pytest.param(0.05, marks=pytest.mark.slow), 1e-5])
 def test_gradients(shape: tuple[int, int], damp: float) -> None:

@@ -68,6 +68,7 @@ class TestDividedDifferences:
 
 
 class TestFunctions:
+    @pytest.mark.diagonal
     @pytest.mark.parametrize("name", FUNCTIONS)
     @pytest.mark.parametrize("n", [1, 2, 7, 25])
     def test_exact_when_the_depth_covers_the_dimension(self, name, n):

@@ -47,6 +47,7 @@ def test_an_ill_conditioned_operator() -> None:
     assert solution.converged and (A @ solution.value).norm() <= 1e-10 * v.norm()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("m", "n"), [(3, 6), (1, 4), (6, 3), (4, 4)])
 @pytest.mark.parametrize("rows", [0, 2])
 def test_gradients(m: int, n: int, rows: int) -> None:

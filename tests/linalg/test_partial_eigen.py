@@ -34,6 +34,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
 def test_eigenpairs_of_every_kind_of_spectrum(name, which):
@@ -51,6 +52,7 @@ def test_eigenpairs_of_every_kind_of_spectrum(name, which):
     torch.testing.assert_close(found.residuals, residuals, rtol=0.1, atol=1e-14)
 
 
+@pytest.mark.quick("largest-LA", "magnitude-LM")
 @pytest.mark.parametrize(("which", "name"), [("largest", "LA"), ("smallest", "SA"), ("magnitude", "LM")])
 def test_eigenpairs_are_those_of_scipy(which, name):
     a = with_spectrum(torch.cat([linear(-1, 1, 240), linear(1.5, 3, 6), linear(-4, -2, 4)]))

@@ -96,6 +96,7 @@ def test_one_batch_is_exact_after_one_sweep():
     assert prepared(AlternatingProjection(), rows, 12).rank == 9
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("accelerate", [False, True])
 @pytest.mark.parametrize("order", ["forward", "backward"])
 def test_sweeps_keep_the_kernel_part_and_come_nearer(accelerate, order):

@@ -50,6 +50,7 @@ SOLVERS: dict[str, tuple[Solve, Tensor, Tensor]] = {
 each = pytest.mark.parametrize(("solve", "A", "exact"), SOLVERS.values(), ids=SOLVERS)
 
 
+@pytest.mark.diagonal
 @each
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3), (0,)])
 def test_right_hand_sides_are_independent(solve: Solve, A: Tensor, exact: Tensor, shape: tuple[int, ...]) -> None:
@@ -81,6 +82,7 @@ def test_an_operator_that_gives_nan(solve: Solve, A: Tensor, exact: Tensor) -> N
         assert solution.status is Status.NOT_FINITE and solution.value.isnan().all()
 
 
+@pytest.mark.diagonal
 @each
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
 def test_no_square_under_or_overflows(solve: Solve, A: Tensor, exact: Tensor, shape: tuple[int, ...]) -> None:
@@ -127,6 +129,7 @@ def test_nothing_is_attached_without_gradients(solve: Solve, A: Tensor, exact: T
     assert not solve(A, b).value.requires_grad and solve(leaf, b).value.requires_grad
 
 
+@pytest.mark.diagonal
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_types(solve: Solve, A: Tensor, exact: Tensor, dtype: torch.dtype) -> None:

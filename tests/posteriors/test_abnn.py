@@ -76,6 +76,7 @@ def within(values, mean, variance):
     assert abs(float(values.var() - variance)) < 4 * float(variance) * (2 / n) ** 0.5
 
 
+@pytest.mark.quick("batch", "group", "tracked instance", "rms")
 @pytest.mark.parametrize("kind", NORMS)
 def test_both_noises_have_the_variance_of_the_formula(kind):
     """Of a linear layer's output, whose inputs are normalised; norms share γ along different axes."""

@@ -106,6 +106,7 @@ def test_loaders_that_make_no_prediction_are_refused():
         tokens.predict([torch.randn(2, 4, 3), torch.randn(2, 5, 3)])
 
 
+@pytest.mark.quick("KFAC", "Full", "Diagonal", "NullSpace")
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank, lp.NullSpace])
 def test_a_state_goes_through_torch_save(cls):
     x, _, data = problem()

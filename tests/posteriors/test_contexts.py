@@ -56,6 +56,7 @@ def test_noise_from_inference_mode_can_be_differentiated():
     assert walked.fit(data).sample(2).shape == (2, 10)
 
 
+@pytest.mark.quick("KFAC", "Full")
 @EVERY_CLASS
 @UNTRAINED
 def test_autocast_is_for_the_network_alone(cls):
@@ -86,6 +87,7 @@ WRITES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("parameters", ["all", "last_layer"])
 def test_a_changed_network_is_noticed(write, parameters, tmp_path):
@@ -102,6 +104,7 @@ def test_a_changed_network_is_noticed(write, parameters, tmp_path):
     posterior.fit(data).predictive(data[0][0])
 
 
+@pytest.mark.diagonal
 @pytest.mark.filterwarnings("ignore:Which rows belong")  # of what is no batch
 @EVERY_CLASS
 @pytest.mark.parametrize("bias", [True, False])
@@ -202,6 +205,7 @@ def test_a_plugin_has_the_mean_of_its_last_fit():
     assert torch.equal(posterior.mean, posterior.network.vector())
 
 
+@pytest.mark.quick("plugin")
 @pytest.mark.parametrize("name", ["MetricBNN", "plugin"])
 def test_the_generator_decides_linearised_predictions_by_monte_carlo(name):
     class Bare(lp.Posterior):

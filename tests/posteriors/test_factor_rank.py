@@ -246,6 +246,7 @@ class Tokens(nn.Module):
         return self.second(torch.tanh(self.first(x)).mean(1))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(("width", "inner", "tokens"), [(12, 7, 9), (6, 14, 9), (6, 5, 20), (20, 18, 3)])
 def test_tokens(sharing, width, inner, tokens):

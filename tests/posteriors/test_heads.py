@@ -72,6 +72,7 @@ CASES = [("classification", 3), ("classification", 11), ("classification", 23), 
 # -- Full --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("likelihood", "n"), [*CASES, ("classification", 30)])
 @pytest.mark.parametrize("prior", ["scalar", "diagonal"])
 @pytest.mark.parametrize("temperature", [1.0, 0.3])

@@ -99,6 +99,7 @@ def jacobian(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class TestAnswersAtOnePosition:
+    @pytest.mark.diagonal
     @each
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_they_are_those_of_each_text_by_itself(self, kind, side):
@@ -277,6 +278,7 @@ class TestQuantisedBases:
             models.append(stirred(model, [p for p in model.parameters() if p.requires_grad]))
         return models
 
+    @pytest.mark.quick("KFAC", "Full")
     @pytest.mark.parametrize("cls", [lp.KFAC, lp.Full, lp.Diagonal])
     def test_they_are_those_of_the_dequantised_weights(self, cls):
         quantised, plain = self.pair(modules_to_save=["lm_head"])
@@ -319,6 +321,7 @@ def kronecker(model, batches):
 
 
 class TestCausalModels:
+    @pytest.mark.quick("gpt2-left", "llama-right")
     @pytest.mark.parametrize(("kind", "side"), [("gpt2", "left"), ("llama", "left"), ("llama", "right")])
     def test_padding_on_either_side_is_no_data(self, kind, side):
         model = adapted(kind)
@@ -396,6 +399,7 @@ class TestChoicesOfTexts:
             j = torch.cat([part.flatten(2) for part in jacrev(scores)(trained(model)).values()], -1)
         return scores(trained(model)), j @ posterior.covariance_matrix() @ j.mT
 
+    @pytest.mark.diagonal
     @each
     @pytest.mark.parametrize("average", [False, True])
     def test_scores_are_sums_of_log_probabilities(self, kind, average):
@@ -436,6 +440,7 @@ def test_top_tokens_with_error_bars():
     assert_close(spread, drawn.std(0, correction=0).gather(-1, top.indices), rtol=1e-8, atol=0)
 
 
+@pytest.mark.diagonal
 @each
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_texts_information_is_that_of_its_own_tokens(kind, side):

@@ -139,6 +139,7 @@ def test_other_priors_without_the_remainder(fits, structure):
         with_rest.fit_prior_precision("marginal_likelihood", structure="layerwise")
 
 
+@pytest.mark.quick("scalar-LowRank-regression", "layerwise-LowRank-classes", "scalar-SampledLaplace-classes")
 @pytest.mark.parametrize(
     ("structure", "cls", "kind"),
     [
@@ -238,6 +239,7 @@ def test_rounding_does_not_grow_with_the_number_of_weights():
     torch.testing.assert_close(determinant.double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rank", [3, 4, 5, 50])
 def test_a_rank_that_is_all_there_is(rank, dtype):

@@ -57,6 +57,7 @@ def fit(problem, **options):
 # -- exploration -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{"n_refinements": 0}, {"learning_rate": 0.0}])
 def test_particles_without_refinement_go_straight(problem, options):
     posterior = fit(problem, sampling="exploration", step_size=0.3, **options)

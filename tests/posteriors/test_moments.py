@@ -67,6 +67,7 @@ def test_density_in_single_precision():
     assert_close(posterior.log_prob(theta), dense.log_prob(theta.double()), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.quick("KFAC")
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_after_mackay_the_squared_weights_are_the_effective_parameters(cls):
     posterior = fitted(cls, "regression", temperature=1.0).fit_prior_precision("mackay", tolerance=1e-6)

@@ -23,6 +23,7 @@ def problem(outputs=2, n=60):
     return net, [(x[:25], y[:25]), (x[25:], y[25:])]
 
 
+@pytest.mark.quick("KFAC")
 @pytest.mark.parametrize("make", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_a_name_alone_asks_for_one_level_each(make):
     net, data = problem()

@@ -45,6 +45,7 @@ def rows_of(posterior, data, kind):
     return dense_rows(posterior.network, data, kind, posterior.network.vector())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
 @pytest.mark.parametrize("projector", ["svd", "lsmr"])
 def test_samples_are_projected_noise(problem, kind, projector):
@@ -349,6 +350,7 @@ def test_sweeps_in_single_precision_find_no_null_space_that_is_not_there():
         posterior.fit([(x[:30], y[:30]), (x[30:], y[30:])], generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("projector", ["svd", "lsmr", "alternating", "auto"])
 def test_a_null_space_of_one_dimension_is_found(projector, dtype):

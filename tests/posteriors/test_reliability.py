@@ -75,6 +75,7 @@ SHORT = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", SHORT)
 @pytest.mark.parametrize("call", ["fit", "update", "calibrate"])
 @pytest.mark.parametrize("posterior_class", [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank])
@@ -132,6 +133,7 @@ class Timeout(Exception):
     """What a signal's handler may raise."""
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("error", [MemoryError, TimeoutError, Timeout, torch.OutOfMemoryError])
 @pytest.mark.parametrize(
     ("posterior_class", "n_passes"), [(lp.KFAC, 1), (lp.LowRank, 6), (sampled, 6), (riemannian, 3)]

@@ -148,6 +148,7 @@ def test_the_surface_may_keep_the_prior_of_training():
     torch.testing.assert_close(posterior.samples, own.samples)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("linearized", [False, True])
 def test_without_weight_decay_geodesics_follow_the_plain_loss(linearized):
     net, data = problem()

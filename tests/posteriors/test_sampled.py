@@ -387,6 +387,7 @@ def test_a_g_priors_floor_is_a_millionth_of_its_groups_mean():
 # -- parameters, storage, bad input ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("last_layer", "mask")
 @pytest.mark.parametrize("parameters", ["last_layer", ["0.weight"], "mask", "frozen"])
 def test_parts_of_the_parameters(parameters):
     model, data = deep()

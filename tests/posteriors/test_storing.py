@@ -41,6 +41,7 @@ def assert_same(one: lp.GaussianPosterior, other: lp.GaussianPosterior) -> None:
     torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 60])
 def test_a_stored_posterior_is_the_same_one(kind: str, n: int, tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_a_stored_posterior_is_the_same_one(kind: str, n: int, tmp_path: Path) -
     assert_same(lp.load(tmp_path / "second", net), untouched)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [4, 60])
@@ -104,6 +106,7 @@ def test_a_backend_that_would_not_be_loaded_as_what_it_is_is_not_saved(tmp_path:
     assert_same(loaded, posterior)
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_malformed_input_teaches_nothing_about_the_network(value: float, tmp_path: Path) -> None:
     """The first inputs of all show which axes run over examples, where the fit needs not know."""

@@ -69,6 +69,7 @@ def covariance(posterior):
     return low + torch.diag(posterior.variance() - low.diagonal())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rank", [0, 2, 4, 20])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_the_covariance_is_that_of_the_paper(rank, scale):

@@ -183,6 +183,7 @@ def ggn(model, likelihood, data):
 ALIKE = ("GRU", "RNN", "GRUCell", "read as complex")
 
 
+@pytest.mark.quick("heads", "residual", "hamilton", "complex", "recommender", "LSTM")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in NAMES])
 def test_the_curvature_is_that_of_plain_derivatives(name):
     model, likelihood, data = problem(name)
@@ -202,6 +203,7 @@ def test_the_curvature_is_that_of_plain_derivatives(name):
     torch.testing.assert_close(low.covariance_matrix(), precision.inverse(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.quick("complex-KFAC", "heads-KFAC", "LSTM-KFAC", "complex-SWAG", "recommender-subnetwork")
 @pytest.mark.parametrize(
     ("name", "cls"),
     [

@@ -276,6 +276,7 @@ def test_bounds_are_in_order_and_below_the_evidence():
     assert abs(values["mc"] - true) < 0.5
 
 
+@pytest.mark.quick("dense-jensen", "diagonal-reduced_kn", "diagonal-mc")
 @pytest.mark.parametrize(
     ("covariance", "bound"), [("dense", "jensen"), ("diagonal", "reduced_kn"), ("dense", "mc"), ("diagonal", "mc")]
 )

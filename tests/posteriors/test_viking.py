@@ -73,6 +73,7 @@ def components(posterior):
     return kernel, image
 
 
+@pytest.mark.quick("ggn", "loss")
 @pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
 def test_noise_is_split_into_orthogonal_components(problem, kind):
     net, data = problem
@@ -253,6 +254,7 @@ def trainer(net, data, **options):
     return ELBO(posterior, data, 6), network, network.vector(), torch.tensor([0.3, -1.0], dtype=D, requires_grad=True)
 
 
+@pytest.mark.quick("0.36787944117144233")
 @pytest.mark.parametrize("image_std", [math.exp(-1.0), math.exp(-0.15)])
 def test_steps_have_the_gradient_of_the_bound(problem, image_std):
     """With all data in one batch: that through the dense projector, for the same noise.

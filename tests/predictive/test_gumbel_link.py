@@ -36,6 +36,7 @@ def covariances(size):
     yield 0.05, wishart(size, 10.0, rank=3) + 0.01 * identity
 
 
+@pytest.mark.quick("2", "40")
 @pytest.mark.parametrize("size", [2, 3, 10, 40])
 def test_it_is_near_the_average_over_samples(size):
     n = 100_000 if size < 20 else 20_000

@@ -273,6 +273,7 @@ def test_joint_gaussian_is_one_multivariate_normal():
     assert torch.equal(prediction.functional_covariance, covariance)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("lead", [(3,), (2, 2)])
 @pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
 def test_joint_classification_correlates_inputs(lead, link):

@@ -183,6 +183,7 @@ HEADS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", list(HEADS))
 @pytest.mark.parametrize("parameters", ["last_layer", "all"])
 def test_many_outputs_are_predicted_as_few(kind, parameters, monkeypatch):

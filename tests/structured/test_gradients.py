@@ -128,6 +128,7 @@ def test_a_change_of_basis_comes_before_every_product(v, b, s, o, i, channels_fi
                 close(coordinates.quadratic(weights, mode), expected(want, weights, mode))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("positions", [1, 2, 40])
 @pytest.mark.parametrize("mode", MODES)
 def test_derivatives_flow_to_both_sides(positions, mode):

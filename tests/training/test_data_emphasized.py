@@ -159,6 +159,7 @@ def test_the_model_itself_is_trained_and_what_comes_back():
     assert result.posterior.predictive(classes()[0]).mean.shape == (60, 3)
 
 
+@pytest.mark.quick("layerwise", "groups")
 @pytest.mark.parametrize("structure", ["scalar", "layerwise", "groups"])
 def test_structures(structure, tmp_path):
     net, count = classifier(), {"scalar": 1, "layerwise": 2, "groups": 2}[structure]

@@ -39,6 +39,7 @@ def objective_of(posterior, net, mean_batch_size, n_data):
     return TrainingObjective(net, posterior, n_data=n_data, mean_batch_size=mean_batch_size)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("prior_mean", [0.0, 0.3])
 def test_the_mean_over_batches_is_the_log_posterior_that_laplace_expands(case, prior_mean):

@@ -65,7 +65,6 @@ QUICK = {
     "Adam, dropout and batch normalisation",
     "regression",
     "a precision for each entry",
-    "cosine",
     "two schedules",
 }
 

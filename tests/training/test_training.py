@@ -63,6 +63,7 @@ def test_histories():
     assert [float(update.noise_std) for update in known.updates] == [pytest.approx(0.3)] * 2
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("steps", [5, None])
 def test_groups_of_layers(steps):
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))

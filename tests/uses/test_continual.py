@@ -175,6 +175,16 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(
+    "Full-options1",
+    "Full-options2",
+    "KFAC-options5",
+    "KFAC-options6",
+    "KFAC-options7",
+    "Diagonal-options8",
+    "LowRank-options9",
+    "Subnetwork-options10",
+)
 @pytest.mark.parametrize(("cls", "options"), CASES)
 def test_the_penalty_is_the_dense_quadratic(cls, options):
     options = {"prior_precision": 0.7, "temperature": 1.5, **options}
@@ -261,6 +271,7 @@ class Heads(nn.Module):
         return self.heads[self.task](torch.tanh(self.body(x)))
 
 
+@pytest.mark.quick("KFAC", "Diagonal", "Full")
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank])
 def test_heads_of_other_tasks_keep_what_is_known(cls):
     torch.manual_seed(0)

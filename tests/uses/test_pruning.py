@@ -147,6 +147,16 @@ def test_neither_sums_of_changes_nor_means_depend_on_the_order():
     torch.testing.assert_close(totals[0], evidence(x[:, :0], y) - evidence(x, y), rtol=1e-9, atol=0)
 
 
+@pytest.mark.quick(
+    "Full-options0-weight",
+    "KFAC-options5-channel",
+    "KFAC-options6-unit6",
+    "Diagonal-options8-neuron",
+    "KFAC-options10-neuron",
+    "KFAC-options11-channel",
+    "KFAC-options13-neuron",
+    "LowRank-options15-unit15",
+)
 @pytest.mark.parametrize(
     ("cls", "options", "unit"),
     [
@@ -204,6 +214,7 @@ def test_magnitudes_are_norms():
         torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.quick("KFAC")
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC])
 def test_the_evidence_is_looked_at_again_after_each_unit(cls):
     posterior = network_problem(cls)

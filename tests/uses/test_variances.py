@@ -23,6 +23,7 @@ def some(n=32):
     return 0.1 + torch.rand(n, generator=torch.Generator().manual_seed(1)).double()
 
 
+@pytest.mark.quick("classification", "likelihood2")
 @pytest.mark.parametrize(
     "likelihood", ["classification", "regression", lp.Gaussian(noise_std=torch.tensor([0.3, 2.0]))]
 )

@@ -89,6 +89,7 @@ def selected(architecture: Architecture, names: tuple[str, ...]) -> tuple[torch.
     return jacobian[..., index], curvature[index[:, None], index]
 
 
+@cache
 def fitted(cls, architecture: Architecture, **options) -> lp.Posterior:
     posterior = cls(architecture.model(), architecture.likelihood, prior_precision=PRIOR, **options)
     return posterior.fit(architecture.loader(N, FIRST))
@@ -118,6 +119,22 @@ def assert_functional(posterior: lp.Posterior, architecture: Architecture) -> No
     assert_near(joint.reshape(len(flat), len(flat)), flat @ covariance @ flat.T, architecture.tolerance)
 
 
+@pytest.mark.quick(
+    "unet",
+    "lstm",
+    "cells",
+    "transformer_encoder",
+    "bilinear",
+    "siamese",
+    "graph",
+    "embedding_bag",
+    "mixture_of_experts",
+    "weight_normed",
+    "tied_language_model",
+    "functional",
+    "held_twice",
+    "frozen_backbone",
+)
 @pytest.mark.filterwarnings("ignore:Which rows belong")
 @each
 def test_diagonal(architecture):
@@ -213,6 +230,9 @@ def test_the_oracle_of_kronecker_factors_has_work_to_do(name):
     assert kronecker_oracle(named(name))
 
 
+@pytest.mark.quick(
+    "unet", "lstm", "cells", "transformer_encoder", "tied_language_model", "embedding_bag", "mixture_of_experts"
+)
 @each_typical
 def test_eigenvalue_corrected_trace(architecture):
     posterior = fitted(lp.KFAC, architecture, eigenvalue_corrected=True)
@@ -221,6 +241,9 @@ def test_eigenvalue_corrected_trace(architecture):
     assert float(trace) == pytest.approx(float(curvature.trace()), rel=max(1e-8, architecture.tolerance))
 
 
+@pytest.mark.quick(
+    "lstm", "transformer_encoder", "tied_language_model", "bilinear", "siamese", "graph", "embedding_bag"
+)
 @each_typical
 def test_full(architecture):
     if oracle(architecture)[0].shape[-1] > 1500:
@@ -230,6 +253,18 @@ def test_full(architecture):
     assert_near(posterior.precision_matrix() - PRIOR * torch.eye(len(curvature)), curvature, architecture.tolerance)
 
 
+@pytest.mark.quick(
+    "Full-tied_language_model",
+    "Full-functional",
+    "Full-mixture_of_experts",
+    "Full-siamese",
+    "Full-unet",
+    "Full-transformer_encoder",
+    "Full-frozen_backbone",
+    "Full-held_twice",
+    "Full-two_names",
+    "Full-declared_out_of_order",
+)
 @each
 @pytest.mark.parametrize("cls", [lp.Full, *(pytest.param(c, marks=pytest.mark.slow) for c in (lp.KFAC, lp.Diagonal))])
 def test_last_layer(architecture, cls):
@@ -243,6 +278,17 @@ def test_last_layer(architecture, cls):
     assert_functional(posterior, architecture)
 
 
+@pytest.mark.quick(
+    "unet",
+    "lstm",
+    "transformer_encoder",
+    "tied_language_model",
+    "cells",
+    "weight_normed",
+    "embedding_bag",
+    "bilinear",
+    "mixture_of_experts",
+)
 @each_typical
 def test_only_known_parameters_take_the_general_path(architecture):
     posterior = fitted(lp.KFAC, architecture)

@@ -64,6 +64,9 @@ def in_mixed_modes(architecture: Architecture) -> nn.Module:
     return model
 
 
+@pytest.mark.quick(
+    "lstm-KFAC", "unet-KFAC", "transformer_encoder-KFAC", "tied_language_model-KFAC", "mixture_of_experts-KFAC"
+)
 @pytest.mark.filterwarnings("ignore:The tuned noise")  # of eight targets
 @pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Diagonal, marks=pytest.mark.slow)])
 @each_typical
@@ -88,6 +91,7 @@ def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.quick("lstm-Diagonal", "unet-Diagonal", "transformer_encoder-Diagonal")
 @pytest.mark.parametrize("cls", [pytest.param(lp.KFAC, marks=pytest.mark.slow), lp.Diagonal])
 @each_typical
 def test_a_network_in_training_mode_is_evaluated(architecture, cls):

@@ -66,6 +66,7 @@ def graphs(*sizes: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(sum(sizes), 3), torch.cat(edges, 1), torch.repeat_interleave(torch.tensor(sizes))
 
 
+@pytest.mark.quick("sizes0", "sizes4")
 @pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.parametrize(
     "sizes",
@@ -97,6 +98,7 @@ class TimeFirst(nn.Module):
 SHAPES = [[(5, 3), (5, 2)], [(4, 4), (4, 2)], [(4, 1), (4, 2)], [(4, 2), (4, 1)], [(2, 4), (2, 2)]]
 
 
+@pytest.mark.quick("shapes0-False", "shapes1-False", "shapes2-False", "shapes3-False", "shapes4-False", "shapes5-True")
 @pytest.mark.parametrize(
     ("shapes", "recurrent"),
     [
