@@ -25,6 +25,7 @@ from laplace_plus._version import __version__
 from laplace_plus.applications import constraints, plotting, reconstruction, serving, uses
 from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
 from laplace_plus.applications.conformal import ConformalPosterior, conformalize
+from laplace_plus.applications.evaluation import Report, evaluate
 from laplace_plus.applications.fields import SpatialField
 from laplace_plus.applications.mixtures import Ensemble, Mixture
 from laplace_plus.applications.noise import NoisePosterior, learn_noise
@@ -77,6 +78,7 @@ __all__ = [
     "NoisePosterior",
     "Poisson",
     "Prediction",
+    "Report",
     "SpatialField",
     "Tangent",
     "Tuner",
@@ -92,6 +94,7 @@ __all__ = [
     "curvature",
     "distributed",
     "errors",
+    "evaluate",
     "freeze",
     "from_variance",
     "geometry",

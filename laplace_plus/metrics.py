@@ -7,7 +7,12 @@ Classification takes probabilities ``[N, C]`` and integer targets ``[N]``; the p
 columns, ``torch.stack([1 - p, p], dim=-1)``, and ignored tokens are removed beforehand. Regression takes means,
 variances (of the observation, noise included) and targets of one shape, ``[N]`` or ``[N, C]``, and scores every scalar
 by itself, but for those whose targets are NaN: not observed. Means are weighted by ``weight [N]``, where it is given:
-numbers of at least 0, such as scikit-learn's ``sample_weight``.
+numbers of at least 0, such as scikit-learn's ``sample_weight``. Scores are differentiable in these.
+
+NumPy arrays do as well as tensors. A :class:`~laplace_plus.Prediction` stands for its probabilities, for its mean, or
+for mean and variance, and then targets are as the loader gives them: ``accuracy(prediction, y)`` and
+``crps_gaussian(prediction, y)``, with tokens and pixels flattened and ignored ones left out. In place of a score of
+uncertainty it stands for its :func:`uncertainty`.
 
 References:
     Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 2007.
@@ -17,18 +22,86 @@ References:
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.special import entr
 
 from laplace_plus import checks
-from laplace_plus.errors import EmptyDataError, LabelError, NonFiniteError
+from laplace_plus.errors import EmptyDataError, LabelError, NonFiniteError, UnsupportedError
 from laplace_plus.likelihoods.base import spread, widen
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _takes(*parts: str) -> Callable[[F], F]:
+    """Let a score take a prediction in place of its first arguments, which are these parts; and arrays as tensors."""
+
+    def decorate(score: F) -> F:
+        @wraps(score)
+        def taking(*given: Any, **options: Any) -> Any:
+            if given and _is_prediction(given[0]) and parts:
+                given, options = _of_prediction(parts, *given, **options)
+            options = {name: _tensor(value) for name, value in options.items()}
+            return score(*map(_tensor, given), **options)
+
+        return taking  # type: ignore[return-value]
+
+    return decorate
+
+
+def _is_prediction(value: Any) -> bool:
+    return hasattr(value, "functional_mean") and hasattr(value, "likelihood")
+
+
+def _tensor(value: Any) -> Any:
+    if _is_prediction(value):
+        return uncertainty(value)
+    return torch.as_tensor(value) if hasattr(value, "__array__") else value
+
+
+def _of_prediction(
+    parts: tuple[str, ...], prediction: Any, targets: Any, *rest: Any, **options: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a score that a prediction and its targets stand for."""
+    likelihood = prediction.likelihood
+    _, rows, share = likelihood.rows(prediction.functional_mean, _tensor(targets))
+    if likelihood.is_classifier:
+        columns = [likelihood.class_probabilities(prediction.mean)]
+        rows = rows if likelihood.couples_outputs else rows.reshape(-1)
+        share = share.repeat_interleave(len(columns[0]) // len(share))
+        if rows.dim() == 1:  # no soft labels, which scores refuse
+            share, rows = share * ~rows.isnan(), rows.nan_to_num(0).long()
+    else:
+        columns = [getattr(prediction, part).flatten(0, -2) for part in parts]
+    if (weight := options.pop("weight", None)) is not None:
+        weight = _tensor(weight).reshape(-1).to(share)
+        share = share * weight.repeat_interleave(len(share) // len(weight))
+    return (*columns, rows, *rest), {**options, "weight": share}
+
+
+def uncertainty(prediction: Any) -> Tensor:
+    """One number for each observation ``[N]`` of a :class:`~laplace_plus.Prediction`; the larger, the less sure.
+
+    For classes the entropy in nats; for numbers the mean of the variances of a target's entries, noise included, or
+    the epistemic ones where the likelihood has no variance.
+    """
+    likelihood = prediction.likelihood
+    if likelihood.is_classifier:
+        return entr(likelihood.class_probabilities(prediction.mean)).sum(-1)
+    try:
+        return prediction.variance.flatten(0, -2).mean(-1)
+    except UnsupportedError:
+        return prediction.epistemic.flatten(0, -2).mean(-1)
+
 
 # -- classification ---------------------------------------------------------------------------------------------------
 
 
+@_takes("probabilities")
 def accuracy(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute the fraction of the data whose most probable class is the target.
 
@@ -52,6 +125,7 @@ def accuracy(probabilities: Tensor, targets: Tensor, weight: Tensor | None = Non
     return weighted_mean((probabilities.argmax(dim=1) == targets).float(), weight)
 
 
+@_takes("probabilities")
 def negative_log_likelihood(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``-1/N sum_n log p_n[y_n]``, in nats.
 
@@ -62,6 +136,7 @@ def negative_log_likelihood(probabilities: Tensor, targets: Tensor, weight: Tens
     return weighted_mean(-probabilities.gather(1, targets[:, None])[:, 0].log(), weight)
 
 
+@_takes("probabilities")
 def brier_score(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
 
@@ -86,7 +161,15 @@ class ReliabilityCurve(NamedTuple):
     accuracy: Tensor
     counts: Tensor
 
+    @property
+    def error(self) -> Tensor:
+        """``sum_m n_m/N |accuracy_m - confidence_m|``, over bins that are not empty."""
+        filled = self.counts > 0
+        gaps = (self.accuracy - self.confidence)[filled].abs()
+        return (gaps * self.counts[filled]).sum() / self.counts.sum()
 
+
+@_takes("probabilities")
 def reliability_curve(
     probabilities: Tensor, targets: Tensor, n_bins: int = 15, weight: Tensor | None = None
 ) -> ReliabilityCurve:
@@ -98,17 +181,23 @@ def reliability_curve(
     Arguments and errors as for :func:`accuracy`; ``n_bins`` is the number ``M`` of bins.
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    checks.count("n_bins", n_bins)
     confidence, predicted = probabilities.max(dim=1)
+    return binned(confidence, (predicted == targets).to(confidence), n_bins, weight)
+
+
+def binned(confidence: Tensor, right: Tensor, n_bins: int = 15, weight: Tensor | None = None) -> ReliabilityCurve:
+    """The :func:`reliability_curve` of confidences ``[N]`` and of which predictions were right, ones and zeros."""
+    checks.count("n_bins", n_bins)
     edges = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)
     bins = torch.bucketize(confidence, edges[1:-1])
-    share = None if weight is None else checks.weights("weight", weight, confidence.shape).to(confidence)
-    counts = torch.bincount(bins, share, minlength=n_bins)
-    rows = torch.stack([confidence, (predicted == targets).to(confidence)]) * (1 if share is None else share)
-    total_confidence, n_right = rows.new_zeros(2, n_bins).index_add(1, bins, rows)
-    return ReliabilityCurve(total_confidence / counts, n_right / counts, counts)
+    rows = torch.stack([torch.ones_like(right), confidence, right])
+    rows = rows if weight is None else rows * checks.weights("weight", weight, confidence.shape).to(confidence)
+    counts, total_confidence, n_right = rows.new_zeros(3, n_bins).index_add(1, bins, rows)
+    found = ReliabilityCurve(total_confidence / counts, n_right / counts, counts)
+    return found._replace(counts=counts.round().long()) if weight is None else found
 
 
+@_takes("probabilities")
 def expected_calibration_error(
     probabilities: Tensor, targets: Tensor, n_bins: int = 15, weight: Tensor | None = None
 ) -> Tensor:
@@ -121,12 +210,13 @@ def expected_calibration_error(
     Returns:
         A number in ``[0, 1]``.
     """
-    curve = reliability_curve(probabilities, targets, n_bins, weight)
-    gaps = torch.where(curve.counts > 0, (curve.accuracy - curve.confidence).abs(), 0.0)
-    return (gaps * curve.counts).sum() / curve.counts.sum()
+    return reliability_curve(probabilities, targets, n_bins, weight).error
 
 
-def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+@_takes()
+def ood_auroc(
+    scores_in: Tensor, scores_out: Tensor, weight_in: Tensor | None = None, weight_out: Tensor | None = None
+) -> Tensor:
     """Compute the probability that an out-of-distribution input scores higher than one from the distribution.
 
     Ties count one half. Only the order of the scores matters, so they may be on any scale: entropies, variances, ....
@@ -134,6 +224,8 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     Args:
         scores_in: Scores of inputs from the distribution, one each, ``[N]``.
         scores_out: Scores of inputs from outside it, ``[M]``.
+        weight_in: How often each counts, ``[N]``; None for once.
+        weight_out: The same, ``[M]``.
 
     Returns:
         A number in ``[0, 1]``: 1 if every outlier is found, 0.5 by chance.
@@ -147,25 +239,60 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         >>> ood_auroc(torch.tensor([0.1, 0.2]), torch.tensor([3.0, 0.15]))
         tensor(0.7500)
     """
-    _check_scores(scores_in=scores_in, scores_out=scores_out)
-    inside, outside = torch.cat([scores_in.detach(), scores_out.detach()]).split([len(scores_in), len(scores_out)])
-    ordered = inside.sort().values
-    # Half of those below with and half of those below without ties: a tie counts one half.
-    below = torch.searchsorted(ordered, outside) + torch.searchsorted(ordered, outside, right=True)
-    return below.double().mean().float() / (2 * len(inside))
+    below, upto, share = _ranked(scores_in, scores_out, weight_in, weight_out)
+    return _like(scores_in, (share * (below + upto)).sum() / (2 * share.sum()))
+
+
+@_takes()
+def ood_fpr95(
+    scores_in: Tensor, scores_out: Tensor, weight_in: Tensor | None = None, weight_out: Tensor | None = None
+) -> Tensor:
+    """Compute how many outliers pass the least threshold that lets 95 % of inputs from the distribution pass.
+
+    An input passes whose score is at most the threshold. Arguments and errors as for :func:`ood_auroc`. The derivative
+    by weights is that of a threshold which passes between 93 % and 97 %, as one threshold has none.
+
+    Example:
+        >>> ood_fpr95(torch.arange(20.0), torch.tensor([3.0, 18.5, 25.0, 30.0]))
+        tensor(0.2500)
+    """
+    below, upto, share = _ranked(scores_in, scores_out, weight_in, weight_out)
+    passed = (below < 0.95 - 1e-12).double()
+    return _like(scores_in, _smoothed(share, passed, 0.95 - (below + upto) / 2, 0.02))
 
 
 # -- selective prediction ---------------------------------------------------------------------------------------------
 
 
-def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor) -> Tensor:
+@_takes()
+def risk_coverage_curve(
+    uncertainty: Tensor, losses: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the coverages ``[N]`` up to each prediction, from the least uncertain on, their risks, and the weights.
+
+    A risk is the mean loss of those up to there; arguments and errors as for :func:`area_under_risk_coverage`. All are
+    float64, and of equal uncertainties each has the mean loss of these.
+    """
+    _check_scores(uncertainty=uncertainty, losses=losses)
+    _check_targets(uncertainty, losses)
+    share, order = _weights(uncertainty, weight), uncertainty.argsort()
+    _, group = uncertainty.unique(return_inverse=True)
+    totals = share.new_zeros(2, len(uncertainty)).index_add(1, group, torch.stack([share, share * losses.double()]))
+    mean, share = (totals[1] / totals[0].clamp_min(1e-300))[group][order], share[order]
+    reached = share.cumsum(0)
+    return reached / reached[-1], (share * mean).cumsum(0) / reached.clamp_min(1e-300), share
+
+
+@_takes()
+def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``1/N Σ_k r_k``, with the risk ``r_k``: the mean loss of the k predictions of least uncertainty (AURC).
 
-    Of equal uncertainties it is the mean over all orders.
+    Of equal uncertainties it is the mean over all orders. With weights it is ``Σ_k w_k r_k / Σ_k w_k``.
 
     Args:
         uncertainty: ``[N]``, on any scale.
         losses: ``[N]``: zeros and ones for right and wrong classes, squared errors, ….
+        weight: How often each counts, ``[N]``; None for once.
 
     Returns:
         A number on the scale of the losses; smaller is better, and the mean loss by chance.
@@ -179,9 +306,31 @@ def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor) -> Tensor:
         >>> area_under_risk_coverage(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 0.0, 1.0]))
         tensor(0.1111)
     """
-    return _risks(uncertainty, losses).mean().float()
+    _, risks, share = risk_coverage_curve(uncertainty, losses, weight)
+    return _like(losses, (share * risks).sum() / share.sum())
 
 
+@_takes()
+def selective_risk(uncertainty: Tensor, losses: Tensor, coverage: float = 0.8, weight: Tensor | None = None) -> Tensor:
+    """Compute the mean loss of the share ``coverage`` of predictions that are of least uncertainty.
+
+    Of equal uncertainties, and of the one that is cut, a part counts. Arguments and errors as for
+    :func:`area_under_risk_coverage`. The derivative by weights takes the loss at the cut to be the mean of those within
+    5 % of the coverage.
+
+    Example:
+        >>> selective_risk(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.0, 1.0, 1.0, 1.0]), coverage=0.5)
+        tensor(0.5000)
+    """
+    checks.number("coverage", coverage, above=0.0, most=1.0)
+    _check_targets(uncertainty, losses)
+    below, upto, share = _ranked(uncertainty, uncertainty, weight, weight)
+    kept = ((coverage - below) / (upto - below).clamp_min(1e-300)).clamp(0, 1)
+    inside, width = coverage - (below + upto) / 2, min(0.05, (1 - coverage) / 2)
+    return _like(losses, _smoothed(share, kept, inside, width, losses.double()))
+
+
+@_takes()
 def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
     """Compute that area for depth maps and images, relative to the mean error, from 100 shares that are removed.
 
@@ -197,30 +346,49 @@ def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
 
     Errors as for :func:`area_under_risk_coverage`, and ConfigurationError for a negative error.
     """
-    gap, mean = _risks(uncertainty, error) - _risks(error, error), error.double().mean()
+    gap = risk_coverage_curve(uncertainty, error)[1] - risk_coverage_curve(error, error)[1]
+    mean = error.double().mean()
     checks.numbers("An absolute error", error, least=0.0)
     removed = torch.arange(100, device=gap.device) * len(gap) // 100
     return torch.trapezoid(gap[len(gap) - 1 - removed] / mean.clamp_min(1e-300), dx=0.01).float()
 
 
-def _risks(uncertainty: Tensor, losses: Tensor) -> Tensor:
-    """The risk at each coverage 1/N … 1, ``[N]`` float64."""
-    _check_scores(uncertainty=uncertainty, losses=losses)
-    _check_targets(uncertainty, losses)
-    order = uncertainty.argsort()
-    total = _shared(uncertainty, losses.double())[order].cumsum(0)
-    return total / torch.arange(1, len(total) + 1, device=total.device)
+def _ranked(
+    inside: Tensor, at: Tensor, weight: Tensor | None, weight_at: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which shares of the scores inside are below each score ``at [M]``, and at most it; and the weights of these."""
+    _check_scores(scores_in=inside, scores_out=at)
+    ordered, order = inside.detach().to(torch.promote_types(inside.dtype, at.dtype)).sort()
+    total = torch.nn.functional.pad(_weights(inside, weight)[order].cumsum(0), (1, 0))
+    below, upto = (total[torch.searchsorted(ordered, at.detach().to(ordered), right=right)] for right in (False, True))
+    return below / total[-1], upto / total[-1], _weights(at, weight_at)
 
 
-def _shared(keys: Tensor, values: Tensor) -> Tensor:
-    """Of equal keys ``[N]`` the mean of their values ``[N]``."""
-    _, group, counts = keys.unique(return_inverse=True, return_counts=True)
-    return (values.new_zeros(len(counts)).index_add_(0, group, values) / counts)[group]
+def _smoothed(share: Tensor, kept: Tensor, inside: Tensor, width: float, losses: Tensor | None = None) -> Tensor:
+    """The share that is kept, or its mean loss; with derivatives as if ± the width inside the cut were kept in part."""
+
+    def mean(factor: Tensor) -> Tensor:
+        own = share * factor
+        return own.sum() / share.sum() if losses is None else (own * losses).sum() / own.sum().clamp_min(1e-300)
+
+    ramp = mean((inside / (2 * max(width, 1e-12)) + 0.5).clamp(0, 1))
+    return (mean(kept) - ramp).detach() + ramp
+
+
+def _weights(scores: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return torch.ones(len(scores), dtype=torch.float64, device=scores.device)
+    return checks.weights("weight", weight, scores.shape).to(scores.device, torch.float64)
+
+
+def _like(scores: Tensor, value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 # -- regression -------------------------------------------------------------------------------------------------------
 
 
+@_takes("mean")
 def root_mean_squared_error(mean: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute ``sqrt(mean (mean - y)^2)``, in the units of the targets, over all entries.
 
@@ -240,6 +408,7 @@ def root_mean_squared_error(mean: Tensor, targets: Tensor, weight: Tensor | None
     return weighted_mean((mean - targets).square(), weight, ~targets.isnan()).sqrt()
 
 
+@_takes("mean", "variance")
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute the mean of ``(log(2 pi v) + (y - m)^2 / v) / 2``, in nats per scalar, over all entries.
 
@@ -258,6 +427,7 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor
     return 0.5 * weighted_mean(densities, weight, ~targets.isnan())
 
 
+@_takes("mean", "variance")
 def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
     r"""Compute the mean continuous ranked probability score of Gaussian predictions, in the units of the targets.
 

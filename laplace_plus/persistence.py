@@ -17,7 +17,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,10 +146,17 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
             parts[name] = tensor.clone()  # safetensors refuses shared memory
     known = {"format": "laplace_plus", "version": FORMAT_VERSION, "package": __version__, "header": text}
     known["sha256"] = _digest(known, parts)
+    with replacing(target) as beside:
+        safetensors.torch.save_file(parts, beside, known)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A file to write beside a target, which it then replaces at once; folders above are made."""
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        safetensors.torch.save_file(parts, beside, known)
+        yield beside
         with beside.open("rb") as file:
             os.fsync(file.fileno())  # the data have to be on the disk before the name is
         os.umask(umask := os.umask(0))

@@ -265,7 +265,8 @@ class Ensemble:
     def __init__(self, models: Iterable[nn.Module], likelihood: Any):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
         several = () if isinstance(models, nn.Module) else models  # a Sequential iterates over its layers
-        self.networks = tuple(Network(model, "all", self.likelihood.arrange) for model in several)
+        every: Any = lambda *_: True  # noqa: E731 - frozen weights, too
+        self.networks = tuple(Network(model, every, self.likelihood.arrange) for model in several)
         checks.count("The number of networks", len(self.networks))
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace_plus import checks, metrics
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import base
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,27 +96,66 @@ def curves(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor, Tensor]]) -> 
     return figure
 
 
-def coverage_diagram(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> Figure:
+def coverage_diagram(predictions: Mapping[str, tuple[Tensor, ...]], *, axes: Axes | None = None) -> Figure:
     """Draw how many targets lie within central normal intervals, against the level of these: a line for each method.
 
     Below the diagonal intervals are too narrow, above it too wide.
 
     Args:
-        predictions: By name, means, variances with noise, and targets, of one shape.
+        predictions: By name, means, variances with noise, and targets, of one shape; entries that are NaN are left out.
+            Weights of rows may follow, ``[N]``.
+        axes: Axes to draw into; without, a new figure.
 
     Returns:
         The figure; UnsupportedError if matplotlib is not installed.
     """
-    figure, (panel,) = _panels(1)
+    panel = _panels(1)[1][0] if axes is None else axes
     levels = torch.linspace(0, 1, 41, dtype=torch.float64)
     panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
     styles = itertools.cycle(itertools.product(("-", "--", ":"), (_BLUE, _ORANGE, _GREEN, _RED, _PINK)))
-    for (name, (mean, variance, targets)), (style, color) in zip(predictions.items(), styles, strict=False):
-        within = torch.special.erf((targets - mean).abs() / (2 * variance).sqrt()).flatten().sort().values
-        covered = torch.searchsorted(within, levels.to(within), right=True) / len(within)
+    for (name, (mean, variance, targets, *weight)), (style, color) in zip(predictions.items(), styles, strict=False):
+        within = torch.special.erf((targets - mean).abs() / (2 * variance).sqrt())
+        share = base.spread(weight[0], within.shape).to(within) if weight else torch.ones_like(within)
+        within, order = within[observed := ~targets.isnan()].sort()
+        reached = torch.nn.functional.pad(share[observed][order].cumsum(0), (1, 0))
+        covered = reached[torch.searchsorted(within, levels.to(within), right=True)] / reached[-1]
         panel.plot(levels, covered.cpu(), color=color, linestyle=style, label=name)
     panel.set(xlabel="level of the interval", ylabel="share of targets within", xlim=(0, 1), ylim=(0, 1))
     panel.legend(loc="lower right", fontsize="x-small", frameon=False)
+    return panel.get_figure(root=True)  # type: ignore[return-value]
+
+
+def evaluation(rows: Mapping[str, Mapping[str, Tensor]]) -> Figure:
+    """Draw the ``rows`` of a report of :func:`laplace_plus.evaluate`: calibration, risks, doubts.
+
+    Reliability of each method's classes, or coverage of its intervals for numbers; mean loss by the share of
+    predictions that is kept; how uncertain the last method is of the data and of unfamiliar ones.
+
+    Returns:
+        The figure; UnsupportedError if matplotlib is not installed.
+    """
+    *_, own = rows.values()
+    n = len(rows) if "right" in own else int("variance" in own)
+    figure, panels = _panels(n + ("risk" in own) + ("strange" in own), shared=False)
+    if "right" in own:
+        bins = {name: metrics.binned(one["confidence"], one["right"], 15, one["weight"]) for name, one in rows.items()}
+        reliability_diagram(bins, axes=panels)
+    elif n:
+        parts = ("mean", "variance", "target", "weight")
+        coverage_diagram({name: tuple(one[part] for part in parts) for name, one in rows.items()}, axes=panels[0])
+    if "risk" in own:
+        for (name, one), color in zip(rows.items(), (_GREY, _BLUE), strict=False):
+            kept, risks, _ = metrics.risk_coverage_curve(one["uncertainty"], one["risk"], one["weight"])
+            some = torch.linspace(0, len(kept) - 1, min(len(kept), 500)).long()
+            panels[n].plot(kept[some], risks[some], color=color, label=name)
+        panels[n].set(xlabel="share of predictions kept", ylabel="errors" if "right" in own else "squared error")
+        panels[n].set(title="refusing the least sure", xlim=(0, 1), ylim=(0, None))
+        panels[n].legend(fontsize="small", frameon=False)
+    if "strange" in own:
+        both = [own["uncertainty"].numpy(), own["strange"].numpy()]
+        panels[-1].hist(both, bins=30, density=True, color=[_BLUE, _ORANGE], label=["these data", "unfamiliar"])
+        panels[-1].set(title="unfamiliar data", xlabel="uncertainty", yticks=[])
+        panels[-1].legend(fontsize="small", frameon=False)
     return figure
 
 
@@ -124,7 +164,7 @@ def _plain(size: int, *parts: Tensor) -> list[Tensor]:
 
 
 def reliability_diagram(
-    predictions: Mapping[str, tuple[Tensor, Tensor]], *, axes: Sequence[Axes] | None = None, n_bins: int = 10
+    predictions: Mapping[str, Any], *, axes: Sequence[Axes] | None = None, n_bins: int = 10
 ) -> Figure:
     r"""Draw accuracy against confidence, one panel for each method, all on the same scale.
 
@@ -134,7 +174,8 @@ def reliability_diagram(
     calibration error over the same bins.
 
     Args:
-        predictions: By name, probabilities ``[N, C]`` with rows that sum to one, and class indices ``[N]``.
+        predictions: By name, probabilities ``[N, C]`` with rows that sum to one, and class indices ``[N]``; or a
+            :class:`~laplace_plus.metrics.ReliabilityCurve`, with its own bins.
         axes: Axes to draw into, one for each method; without them, a new figure with the panels side by side.
         n_bins: Number of bins of equal width.
 
@@ -151,9 +192,9 @@ def reliability_diagram(
         'MAP\nECE 0.333'
     """
     axes = _panels(len(predictions))[1] if axes is None else axes
-    for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
-        bins = metrics.reliability_curve(probabilities, targets, n_bins)
-        error = float(metrics.expected_calibration_error(probabilities, targets, n_bins))
+    for panel, (name, own) in zip(axes, predictions.items(), strict=False):
+        bins = own if isinstance(own, metrics.ReliabilityCurve) else metrics.reliability_curve(own[0], own[1], n_bins)
+        n_bins, error = len(bins.counts), float(bins.error)
         filled = bins.counts > 0
         accuracy, confidence = bins.accuracy[filled].tolist(), bins.confidence[filled].tolist()
         sizes = (220 * bins.counts[filled] / bins.counts.sum()).tolist()  # points squared: the area shows the share
@@ -175,14 +216,14 @@ def reliability_diagram(
     return axes[0].get_figure(root=True)  # type: ignore[return-value]
 
 
-def _panels(n_panels: int) -> tuple[Figure, Sequence[Axes]]:
+def _panels(n_panels: int, shared: bool = True) -> tuple[Figure, Sequence[Axes]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError("matplotlib is not installed.", fix="pip install 'laplace_plus[demo]'") from error
 
     figure = Figure(figsize=(2.5 * n_panels + 0.4, 3.2), layout="constrained")
-    panels = list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])
+    panels = list(figure.subplots(1, n_panels, sharex=shared, sharey=shared, squeeze=False)[0])
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, panels
