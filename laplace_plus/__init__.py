@@ -25,6 +25,7 @@ from laplace_plus._version import __version__
 from laplace_plus.applications import constraints, plotting, reconstruction, serving, uses
 from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
 from laplace_plus.applications.conformal import ConformalPosterior, conformalize
+from laplace_plus.applications.distances import FeatureDistance
 from laplace_plus.applications.evaluation import Report, evaluate
 from laplace_plus.applications.fields import SpatialField
 from laplace_plus.applications.mixtures import Ensemble, Mixture
@@ -64,6 +65,7 @@ __all__ = [
     "Diffusion",
     "Ensemble",
     "ExpectationMaximisation",
+    "FeatureDistance",
     "Gaussian",
     "GivenNoise",
     "Groups",

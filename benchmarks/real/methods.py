@@ -2,6 +2,7 @@
 
 Of each half some rows are fitted and others tested. ``last layer`` and ``KFAC`` are two lines: ``fit(rows)`` and
 ``fit_prior_precision()``, the default or ``"unseen"``; ``noise head`` is ``lp.learn_noise`` behind ``"unseen"``.
+``feature distance`` is a temperature or a constant noise, and doubts by ``lp.FeatureDistance`` to the fitted rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch import Tensor, nn
 import laplace_plus as lp
 
 BATCH = 100
-BASELINES = {"classification": ("network", "temperature"), "regression": ("constant noise", "noise by group")}
+DISTANCE = "feature distance"
+BASELINES = {
+    "classification": ("network", "temperature", DISTANCE),
+    "regression": ("constant noise", "noise by group", DISTANCE),
+}
 TUNERS = {"default": "auto", "unseen": "unseen", "noise head": "unseen"}
 
 
@@ -92,18 +97,23 @@ class Half:
         seconds += time.process_time() - started
         rows = len(self.fitted) + len(self.tested) + len(self.strange)
         score = class_scores if self.problem.likelihood == "classification" else value_scores
-        scores = score(*found, self.problem.targets[self.tested], None if strange is None else strange[1])
+        scores = score(*found, self.problem.targets[self.tested], None if strange is None else strange[2])
         return scores | {"forwards": seconds / (rows * self.problem.forward_seconds) + passes, "chosen": chosen}
 
-    def baseline(self, method: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Predictions and doubts without a posterior."""
+    def baseline(self, method: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """Predictions, their variances in regression, and doubts without a posterior."""
         own, rows = self.problem, self.fitted
         with torch.no_grad():
             outputs = own.head(own.features)
+        far = None
+        if method == DISTANCE:
+            head = lp.Diagonal(own.head, own.likelihood)
+            far = lp.FeatureDistance(head, [(own.features[rows], own.targets[rows])])(own.features)
         if own.likelihood == "classification":
-            heat = temperature(outputs[rows], own.targets[rows]) if method == "temperature" else 1.0
+            heat = 1.0 if method == "network" else temperature(outputs[rows], own.targets[rows])
             probabilities = (outputs / heat).softmax(-1)
-            return lambda chosen: (probabilities[chosen], entropy(probabilities[chosen]))
+            doubt = entropy(probabilities) if far is None else far
+            return lambda chosen: (probabilities[chosen], doubt[chosen], doubt[chosen])
         squares = (outputs - own.targets).square()
         variance = squares[rows].mean().expand(len(outputs), 1).clone()
         if method == "noise by group":
@@ -111,9 +121,12 @@ class Half:
                 same = rows[own.groups[rows] == group]
                 if len(same) > 5:  # noqa: PLR2004
                     variance[own.groups == group] = squares[same].mean()
-        return lambda chosen: (outputs[chosen], variance[chosen])
+        doubt = variance if far is None else far[:, None]
+        return lambda chosen: (outputs[chosen], variance[chosen], doubt[chosen])
 
-    def posterior(self, structure: str, tuner: str) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], float, str]:
+    def posterior(
+        self, structure: str, tuner: str
+    ) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], float, str]:
         """Predictions of the two lines, seconds of fit and tuning, and what tuning chose."""
         own, last = self.problem, structure == "last layer"
         inputs: tuple[Tensor, ...] = (own.features,) if last else own.inputs
@@ -138,12 +151,12 @@ class Half:
         return partial(predicted, posterior, batch), seconds, chosen
 
 
-def predicted(posterior: Any, batch: Callable[[Tensor], Any], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Means of the predictive, and its entropies of classes or variances."""
+def predicted(posterior: Any, batch: Callable[[Tensor], Any], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of the predictive, and twice its entropies of classes or variances."""
     found = [posterior.predictive(batch(some)) for some in rows.split(BATCH)]
     means = torch.cat([one.mean for one in found])
     doubt = entropy(means) if means.shape[-1] > 1 else torch.cat([one.variance for one in found])
-    return means.detach(), doubt.detach()
+    return means.detach(), doubt.detach(), doubt.detach()
 
 
 def temperature(logits: Tensor, labels: Tensor) -> float:
@@ -175,7 +188,7 @@ def shared_scores(errors: Tensor, bad: Tensor, doubt: Tensor, strange: Tensor | 
     return {"auroc": auroc(doubt, bad), "surest": float(errors[order[: len(order) * 4 // 5]].mean()), "kinds": kinds}
 
 
-def class_scores(mean: Tensor, doubt: Tensor, labels: Tensor, strange: Tensor | None) -> dict[str, Any]:
+def class_scores(mean: Tensor, _: Tensor, doubt: Tensor, labels: Tensor, strange: Tensor | None) -> dict[str, Any]:
     """NLL, ECE of 15 bins, and ranking; the worst tenth are those of greatest loss, errors are wrong classes."""
     losses = -mean.gather(1, labels[:, None]).clamp_min(1e-12).log()[:, 0]
     sure, chosen = mean.max(-1)
@@ -186,13 +199,15 @@ def class_scores(mean: Tensor, doubt: Tensor, labels: Tensor, strange: Tensor | 
     return scores | shared_scores(1 - right, losses > losses.quantile(0.9), doubt, strange)
 
 
-def value_scores(mean: Tensor, variance: Tensor, targets: Tensor, strange: Tensor | None) -> dict[str, Any]:
+def value_scores(
+    mean: Tensor, variance: Tensor, doubt: Tensor, targets: Tensor, strange: Tensor | None
+) -> dict[str, Any]:
     """NLL, coverage of 90 % intervals, and ranking; the worst tenth have the greatest absolute errors."""
     errors, variance = (mean - targets).abs()[:, 0], variance[:, 0]
     nll = (0.5 * (2 * math.pi * variance).log() + 0.5 * errors.square() / variance).mean()
     scores = {"nll": float(nll), "calibration": float((errors < 1.6449 * variance.sqrt()).float().mean())}
     doubts = None if strange is None else strange[:, 0]
-    return scores | shared_scores(errors, errors > errors.quantile(0.9), variance, doubts)
+    return scores | shared_scores(errors, errors > errors.quantile(0.9), doubt[:, 0], doubts)
 
 
 def features_of(network: nn.Module, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:

@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
+from laplace_plus.applications.distances import last_layer, last_layer_inputs
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods.gaussian import LOG_2PI, Gaussian, HeteroscedasticGaussian
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.network.batches import Batch, iterate
-from laplace_plus.network.capture import capture_batch
-from laplace_plus.network.gradients import Gradients, output_layer_inputs
+from laplace_plus.network.batches import iterate
 from laplace_plus.network.network import Network
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import Posterior
@@ -128,7 +127,7 @@ class NoisePosterior:
 
     @cached_property
     def _layer(self) -> Network:
-        return _last_layer(self.posterior)
+        return last_layer(self.posterior.network)
 
     def _log_noise(self, x: Any, variance: Tensor) -> Tensor:
         """``log σ²(x)``, ``[B, *, C]`` float64."""
@@ -189,7 +188,7 @@ def learn_noise(
         again = posterior.training_data.again(None, "A noise is learnt from left-out residuals.")
         left = leave_one_out(posterior, again, progress=progress)
     residuals, variances, shares, features = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-    layer, first = _last_layer(posterior), 0
+    layer, first = last_layer(posterior.network), 0
     for batch in iterate(again, device=posterior.network.device, progress=progress, description="noise"):
         if left is None:
             mean, variance = posterior.functional_posterior(batch.inputs, outputs="diagonal")
@@ -206,19 +205,10 @@ def learn_noise(
     return _fitted(posterior, _Rows(*map(torch.cat, (residuals, variances, shares, features))), generator)
 
 
-def _last_layer(posterior: Posterior) -> Network:
-    """The posterior's network with its last layer selected."""
-    layer = posterior.network.selecting("last_layer")
-    layer.lists = posterior.network.lists
-    return layer
-
-
 def _features(layer: Network, x: Any, n_rows: int) -> Tensor:
     """What enters a linear last layer, ``[n_rows, D]``; D = 0 where there is none, or has other rows."""
-    found = output_layer_inputs(Gradients(layer, capture_batch(layer, Batch(x, None))))
-    if found is None or len(found[1]) != n_rows:
-        return torch.zeros(n_rows, 0, device=layer.device)
-    return found[1].detach()
+    found = last_layer_inputs(layer, x)[0]
+    return found if found is not None and len(found) == n_rows else torch.zeros(n_rows, 0, device=layer.device)
 
 
 def _columns(variance: Tensor, features: Tensor, centre: Any, scale: Any) -> Tensor:
