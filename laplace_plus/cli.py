@@ -1,4 +1,4 @@
-"""The command line: `laplace-plus run CONFIG`, `laplace-plus wrap CONFIG` and `laplace-plus predict CONFIG`.
+"""The command line: `laplace-plus evaluate MODULE:FUNCTION`, and `run`, `wrap` and `predict` with a configuration.
 
 The configuration is a YAML file; any of its keys can also be given as an option, which then wins, such as
 `laplace-plus run configs/digits.yaml --seeds 1 --training.epochs 5`.
@@ -22,7 +22,8 @@ from laplace_plus.experiments.settings import PredictSettings, RunSettings, Wrap
 
 COMMANDS: dict[str, tuple[type[Any], Callable[..., None], str]] = {
     "run": (RunSettings, run, "train, wrap, tune, evaluate and report: the digits demonstration"),
-    "wrap": (WrapSettings, wrap, "wrap, tune, evaluate and report for a trained network of your own"),
+    "evaluate": (WrapSettings, wrap, "fit, tune, evaluate and report for a network and data of your own"),
+    "wrap": (WrapSettings, wrap, "the same as evaluate"),
     "predict": (PredictSettings, predict, "predict with a saved posterior: of a .npz or CSV file, or of images"),
 }
 """The commands: the class of their settings, what runs, and a line of help."""
@@ -43,7 +44,7 @@ def build_parser() -> ArgumentParser:
             exit_on_error=False,
             allow_abbrev=False,
             description=f"{description[0].upper()}{description[1:]}. The configuration file may come first without "
-            "--config; any of its keys can be given as an option, which then wins.",
+            "--config, or the function of `evaluate` without --function; any key can be an option, which then wins.",
         )
         command.add_argument("--config", action=ActionConfigFile, help="The configuration, a YAML file.")
         command.add_argument("--progress", action="store_true", help="Show progress bars.")
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given and given[0] in COMMANDS else ""
     if command and len(given) > 1 and not given[1].startswith("-"):
-        given.insert(1, "--config")
+        is_function = command in ("evaluate", "wrap") and not Path(given[1]).is_file()
+        given.insert(1, "--function" if is_function else "--config")
     path = [*sys.path]
     try:
         parser = build_parser()

@@ -67,7 +67,7 @@ def test_run_reports_what_its_own_files_give(run_digits, capsys):
     for word in ("accuracy", "NLL", "Brier", "ECE", "OOD AUROC", "MAP", "KFAC", "last layer"):
         assert word in printed.out
     assert list(report["methods"]) == ["MAP", "KFAC", "last layer"]
-    assert (output / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
 
     digits = load_digits(DataSettings(train_fraction=0.3, held_out_classes=[3, 4, 5, 6, 7, 8, 9]), seed=0)
     assert report["data"]["test"] == len(digits["test"])
@@ -76,7 +76,7 @@ def test_run_reports_what_its_own_files_give(run_digits, capsys):
     images, labels = digits["test"].tensors
     with torch.no_grad():
         point = model(images).double().softmax(1)
-        unknown = model(digits["out_of_distribution"].tensors[0]).double().softmax(1)
+        unknown = model(digits["ood"].tensors[0]).double().softmax(1)
     expected = {"MAP": point}
     for label, folder in (("KFAC", "posterior-kfac"), ("last layer", "posterior-last-layer")):
         posterior = lp.load(output / folder, model)
@@ -193,7 +193,7 @@ def test_wrap_a_classifier_with_a_checkpoint(write, tmp_path, suffix):
         assert found["accuracy"] == [pytest.approx(float(metrics.accuracy(predicted, targets)), abs=1e-6)]
         assert found["brier_score"] == [pytest.approx(float(metrics.brier_score(predicted, targets)), rel=1e-4)]
         assert 0 <= found["ood_auroc"][0] <= 1
-    assert (tmp_path / "out" / "reliability.png").is_file()
+    assert (tmp_path / "out" / "report.png").is_file()
     assert (tmp_path / "out" / "posterior-full").is_file()
 
 
@@ -205,9 +205,7 @@ def test_wrap_a_regression(write, tmp_path, capsys):
     assert "RMSE" in printed
     assert "CRPS" in printed
     report = report_of(tmp_path / "out")
-    assert not (tmp_path / "out" / "reliability.png").exists()
-    for picture in ("coverage.png", "prediction.png"):
-        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     (tuned,) = report["methods"]["Full"]["tuned"]
     assert tuned["noise_std"] == pytest.approx(0.1, rel=0.3)  # what the data were made with; tuning started at 0.3
 
@@ -314,6 +312,50 @@ def test_tuning_by_validation_uses_the_validation_data(write, tmp_path):
     assert main(["wrap", write("with.yaml", config)]) == 0
     report = report_of(tmp_path / "out")
     assert math.isfinite(report["methods"]["Full"]["tuned"][0]["prior_precision"])
+
+
+# -- evaluate ----------------------------------------------------------------------------------------------------------
+
+PROBLEM = (
+    CLASSIFIER
+    + """
+def problem(form="tuple"):
+    parts = {"model": model(), "train": data(), "test": data(seed=1, n=90), "validation": data(seed=2)}
+    forms = {"tuple": tuple(parts.values()), "mapping": {**parts, "ood": data(seed=3, shift=20.0)}}
+    return {**forms, "nothing": parts["model"], "more": {**parts, "x": 1}}[form]
+"""
+)
+
+
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
+def test_evaluate_says_how_good_it_is(write, tmp_path, capsys, monkeypatch):
+    write("evaluated.py", PROBLEM)
+    monkeypatch.chdir(tmp_path)
+    tuned = []
+    tune = lp.KFAC.fit_prior_precision
+    monkeypatch.setattr(lp.KFAC, "fit_prior_precision", lambda self, **own: tuned.append(own) or tune(self, **own))
+    assert main(["evaluate", "evaluated:problem", "--output", "out"]) == 0
+    assert [[*own] for own in tuned] == [["data"]]  # the validation data
+    printed = capsys.readouterr().out
+    sys.path.insert(0, str(tmp_path))
+    torch.manual_seed(0)
+    module = runpy.run_path("evaluated.py")
+    report = lp.evaluate(lp.load("out/posterior-kfac", module["model"]()), module["data"](seed=1, n=90))
+    assert report.verdict in printed
+    assert report.verdict in (tmp_path / "out" / "report-kfac.html").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert values(report_of(tmp_path / "out"), "KFAC")["accuracy"] == [report["accuracy"].value]
+    options = ["--function_kwargs", "{form: mapping}", "--posteriors", "[{class: Diagonal}]", "--output", "more"]
+    assert main(["evaluate", "evaluated:problem", *options]) == 0
+    assert "OOD FPR95" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("form", "message"), [("nothing", "There is no train"), ("more", "no entry 'x'")])
+def test_evaluate_says_what_is_missing(form, message, write, tmp_path, monkeypatch, capsys):
+    write("evaluated_wrongly.py", PROBLEM)
+    monkeypatch.chdir(tmp_path)
+    command = ["evaluate", "evaluated_wrongly:problem", "--function_kwargs", f"{{form: {form}}}", "--output", "out"]
+    assert message in refused(command, capsys)
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from laplace_plus import metrics
-from laplace_plus.applications.plotting import class_plane, coverage_diagram, curve, curves, reliability_diagram
+from laplace_plus.applications.plotting import class_plane, coverage_diagram, curve, reliability_diagram
 from laplace_plus.errors import UnsupportedError
 
 
@@ -109,19 +109,3 @@ def test_coverage_is_that_of_the_intervals() -> None:
     for level, share in ((0.375, 0), (0.4, 1 / 3), (0.675, 1 / 3), (0.7, 2 / 3), (0.95, 2 / 3), (0.975, 1)):
         assert float(covered[(levels - level).abs().argmin()]) == pytest.approx(share)
     assert panel.get_xlabel() and panel.get_ylabel()
-
-
-def test_curves_are_drawn_in_the_order_of_the_inputs() -> None:
-    x = torch.tensor([2.0, 0.0, 1.0])
-    figure = curves({"one": (x, x.square(), torch.full((3,), 0.25), x.square() + 1), "two": (x, x, x + 1, x)})
-    panel = figure.axes[0]
-    places, heights = panel.lines[0].get_data()
-    assert list(places) == [0, 1, 2]
-    assert list(heights) == [0, 1, 4]
-    band = next(part for part in panel.collections if "deviations" in str(part.get_label()))
-    heights = band.get_paths()[0].vertices[:, 1]
-    assert heights.min() == pytest.approx(-1)
-    assert heights.max() == pytest.approx(5)
-    dots = next(part for part in panel.collections if part.get_label() == "targets")
-    torch.testing.assert_close(torch.tensor(dots.get_offsets()).float()[:, 1], torch.tensor([1.0, 2.0, 5.0]))
-    assert [panel.get_title() for panel in figure.axes] == ["one", "two"]

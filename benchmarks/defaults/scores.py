@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import laplace_plus as lp
 from benchmarks.evidence.data import batches
+from benchmarks.study.scored import Classified, Predict, Regressed
 from benchmarks.study.sets import DataSet
 from laplace_plus import metrics
-from laplace_plus.experiments.comparison import Classified, Predict, Regressed
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.study.scored import Classified, Predict, Regressed
 from benchmarks.study.sets import Batches, DataSet
 from laplace_plus import metrics
-from laplace_plus.experiments.comparison import Classified, Predict, Regressed
 from laplace_plus.predictive import Prediction
 
 

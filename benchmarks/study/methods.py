@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import laplace_plus as lp
 from benchmarks.study.evaluation import n_correct, nll
+from benchmarks.study.scored import Predict
 from benchmarks.study.sets import Batches, DataSet
 from benchmarks.study.training import Trained, restored
 from laplace_plus.errors import ConfigurationError, LaplacePlusError, SamplingError
-from laplace_plus.experiments.comparison import Predict
 from laplace_plus.likelihoods import Likelihood
 
 GRID = tuple(10.0**k for k in range(-2, 6))

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import laplace_plus as lp
 from benchmarks.study import evaluation, sets
+from benchmarks.study.scored import Predict
 from benchmarks.study.sets import DataSet
-from laplace_plus.experiments.comparison import Predict
 from laplace_plus.predictive import from_samples
 
 SETS = ("digits", "digits_deep", "mnist", "fashion_mnist")

@@ -29,9 +29,9 @@ from benchmarks.study.evaluation import Gathered, gather
 from benchmarks.study.last_layers import mean_of
 from benchmarks.study.methods import Task, run
 from benchmarks.study.rows import Row, Rows, said, script, section_of, table, task_of
+from benchmarks.study.scored import Classified, Predict
 from benchmarks.study.sets import DataSet
 from laplace_plus import metrics
-from laplace_plus.experiments.comparison import Classified, Predict
 
 SHIFTED = 150
 """Test images that are shifted, of the corrupted photographs."""

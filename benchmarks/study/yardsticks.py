@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import laplace_plus as lp
 from benchmarks.study.methods import Fitted, Task, least, method, stacked
-from laplace_plus.experiments.comparison import Predict
+from benchmarks.study.scored import Predict
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.predictive import from_samples
 

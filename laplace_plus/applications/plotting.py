@@ -75,27 +75,6 @@ def class_plane(axes: Axes, first: Tensor, second: Tensor, share: Tensor, inputs
     return field
 
 
-def curves(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor, Tensor]]) -> Figure:
-    """Draw predictions of one number from one, with bands of two standard deviations and the targets, a panel each.
-
-    Args:
-        predictions: By name, inputs ``[N]`` in any order, means, variances with noise, and targets, N values each.
-
-    Returns:
-        The figure; UnsupportedError if matplotlib is not installed.
-    """
-    figure, panels = _panels(len(predictions))
-    for panel, (name, (inputs, *parts)) in zip(panels, predictions.items(), strict=True):
-        x, order = inputs.flatten().sort()
-        mean, variance, targets = (part.flatten()[order] for part in _plain(len(x), *parts))
-        panel.scatter(x, targets, color=_GREY, s=5, label="targets", zorder=1.5)  # above bands, below the mean
-        curve(panel, x, mean, variance.sqrt())
-        panel.set(title=name, xlabel="input")
-    panels[0].set_ylabel("target")
-    panels[0].legend(loc="best", fontsize="x-small", frameon=False)
-    return figure
-
-
 def coverage_diagram(predictions: Mapping[str, tuple[Tensor, ...]], *, axes: Axes | None = None) -> Figure:
     """Draw how many targets lie within central normal intervals, against the level of these: a line for each method.
 
@@ -144,7 +123,8 @@ def evaluation(rows: Mapping[str, Mapping[str, Tensor]]) -> Figure:
         parts = ("mean", "variance", "target", "weight")
         coverage_diagram({name: tuple(one[part] for part in parts) for name, one in rows.items()}, axes=panels[0])
     if "risk" in own:
-        for (name, one), color in zip(rows.items(), (_GREY, _BLUE), strict=False):
+        colors = itertools.cycle((_GREY, _BLUE, _ORANGE, _GREEN, _RED, _PINK))
+        for (name, one), color in zip(rows.items(), colors, strict=False):
             kept, risks, _ = metrics.risk_coverage_curve(one["uncertainty"], one["risk"], one["weight"])
             some = torch.linspace(0, len(kept) - 1, min(len(kept), 500)).long()
             panels[n].plot(kept[some], risks[some], color=color, label=name)

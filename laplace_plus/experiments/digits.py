@@ -14,7 +14,7 @@ Digits = dict[str, TensorDataset]
 """One split of the digits.
 
 ``train`` and ``test``: images and labels 0 … C - 1 of the same classes, in the order of the digits; the test images are
-never seen in training or tuning. ``out_of_distribution``: images of the held-out classes; their labels are all zero.
+never seen in training or tuning. ``ood``: images of the held-out classes; their labels are all zero.
 """
 
 
@@ -45,7 +45,7 @@ def load_digits(settings: DataSettings, *, seed: int) -> Digits:
     unknown = images[~known]
     labels = torch.zeros(len(unknown), dtype=torch.long)  # without meaning
     splits = {"train": take(order[:n_train]), "test": take(order[n_train:])}
-    return {**splits, "out_of_distribution": TensorDataset(unknown, labels)}
+    return {**splits, "ood": TensorDataset(unknown, labels)}
 
 
 def convolutional_network(n_classes: int) -> nn.Sequential:

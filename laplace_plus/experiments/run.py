@@ -1,18 +1,19 @@
-"""The two commands: the digits demonstration, and the same steps for a network and data of one's own.
+"""The commands: the digits demonstration, and the same steps for a network and data of one's own.
 
 `laplace-plus run` trains a small network, wraps it, tunes the prior by marginal likelihood on the training data alone,
 and scores everything on images that no step before has seen. These are test images of the classes that were learned,
-and all images of those held out. It repeats this over seeds. `laplace-plus wrap` starts from a trained network.
+and all images of those held out. It repeats this over seeds. `laplace-plus evaluate` starts from a trained network.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
+from laplace_plus import checks
 from laplace_plus._version import __version__
 from laplace_plus.applications import plotting
+from laplace_plus.applications.evaluation import aligned, title_of, with_error
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.comparison import POINT, Classified, Outcome, compare
+from laplace_plus.experiments.comparison import Outcome, compare
 from laplace_plus.experiments.digits import load_digits, train_network
 from laplace_plus.experiments.settings import (
     ModelSettings,
@@ -38,16 +41,16 @@ from laplace_plus.experiments.settings import (
 )
 from laplace_plus.likelihoods import Categorical, resolve_likelihood
 
-TITLES = {
-    "accuracy": "accuracy ↑",
-    "root_mean_squared_error": "RMSE ↓",
-    "negative_log_likelihood": "NLL ↓",
-    "brier_score": "Brier ↓",
-    "expected_calibration_error": "ECE ↓",
-    "crps": "CRPS ↓",
-    "ood_auroc": "OOD AUROC ↑",
-}
-"""Column titles by metric, in the order of the columns; the arrow points to where better is."""
+COLUMNS = (
+    "accuracy",
+    "root_mean_squared_error",
+    "negative_log_likelihood",
+    "brier_score",
+    "expected_calibration_error",
+    "crps",
+    "ood_auroc",
+)
+"""Scores of the table of several methods."""
 
 Say = Callable[[str], None]
 """Prints a line for the user."""
@@ -94,23 +97,34 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
     ConfigurationError if something that the configuration names is missing or not what it should be; UnsupportedError
     without matplotlib.
     """
-    posteriors = read_posteriors(settings.posteriors)
-    started = time.perf_counter()
+    posteriors, started, name = read_posteriors(settings.posteriors), time.perf_counter(), settings.likelihood
+    names = ("model", "train", "test", "validation")
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        name = settings.likelihood
-        likelihood = resolve_likelihood(make(name, {}) if ":" in name else name)
-        model = trained_model(settings)
-        data = {}
+        parts: Any = {}
+        if settings.function:
+            parts = make(settings.function, settings.function_kwargs)
+            if not isinstance(parts, Mapping):
+                several = parts if isinstance(parts, tuple | list) else (parts,)
+                parts = {(*names, f"entry {k + 1}")[min(k, 4)]: part for k, part in enumerate(several)}
+            checks.options(settings.function, parts, (*names, "ood", "likelihood"), "entry")
+        parts = {**parts, **({"model": trained_model(settings)} if settings.model else {})}
         for key in ("train", "test", "validation", "ood"):
             if (source := getattr(settings, f"{key}_data")) is not None:
-                part = "out_of_distribution" if key == "ood" else key
-                data[part] = make(source, getattr(settings, f"{key}_data_kwargs"))
+                parts[key] = make(source, getattr(settings, f"{key}_data_kwargs"))
+        for key, kind in {"model": nn.Module, "train": Iterable, "test": Iterable}.items():
+            if not isinstance(parts.get(key), kind):
+                expected = "a function that returns (model, train, test) or (…, validation), or a mapping of these"
+                raise ConfigurationError(f"There is no {key}.", expected=expected, got=type(parts.get(key)).__name__)
+        likelihood = resolve_likelihood(parts.pop("likelihood", None) or (make(name, {}) if ":" in name else name))
+        model, data = (
+            parts.pop("model").to(settings.device),
+            {key: part for key, part in parts.items() if part is not None},
+        )
         options: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "progress": progress}
         outcomes = compare(model, likelihood, data, posteriors, **options)
     save_posteriors(Path(settings.output), outcomes, say=say)
-    facts = {"experiment": "wrap", "seeds": [settings.seed]}
-    write_report(settings, model, [outcomes], facts, started, say=say)
+    write_report(settings, model, [outcomes], {"experiment": "wrap", "seeds": [settings.seed]}, started, say=say)
 
 
 def trained_model(settings: ModelSettings) -> nn.Module:
@@ -155,61 +169,53 @@ def write_report(
     *,
     say: Say,
 ) -> None:
-    """Write metrics.json and pictures, over those of earlier runs; print a table.
+    """Write metrics.json, reports and pictures, over those of earlier runs; print tables and verdicts.
 
-    For classes, reliability.png. For numbers, coverage.png, and prediction.png where one number is predicted from one.
-    ``repeats`` are outcomes by label, ``facts`` is what metrics.json also holds, ``started`` a `time.perf_counter()`.
+    The picture, report.png, is of all repeats, report-….html of one posterior in the first. ``repeats`` are outcomes
+    by label, ``facts`` is what metrics.json also holds, ``started`` a `time.perf_counter()`.
     """
     output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
-    predictions: dict[str, Any] = {label: outcomes[0].predictions for label, outcomes in by_label.items()}
-    if isinstance(predictions[POINT], Classified):
-        pooled: dict[str, Any] = {}
-        for label, outcomes in by_label.items():
-            each: Any = [one.predictions for one in outcomes]
-            pooled[label] = torch.cat([one.probabilities for one in each]), torch.cat([one.targets for one in each])
-        diagram = plotting.reliability_diagram(pooled, n_bins=15)  # as the expected calibration error of the table
-        diagram.savefig(output / "reliability.png", dpi=150)
-    else:
-        moments = {label: (one.mean, one.variance, one.targets) for label, one in predictions.items()}
-        plotting.coverage_diagram(moments).savefig(output / "coverage.png", dpi=150)
-        if predictions[POINT].inputs is not None:
-            curves = {label: (predictions[label].inputs, *own) for label, own in moments.items()}
-            plotting.curves(curves).savefig(output / "prediction.png", dpi=150)
+    pooled = {}
+    for label, outcomes in by_label.items():
+        pooled[label] = {name: torch.cat([one.rows[name] for one in outcomes]) for name in outcomes[0].rows}
+    plotting.evaluation(pooled).savefig(output / "report.png", dpi=150)
+    reports = {label: one.report for label, one in repeats[0].items() if one.report is not None}
+    for label, report in reports.items():
+        report.to_html(output / f"{folder_of(label).replace('posterior', 'report', 1)}.html")
     methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
     n_parameters, seconds = sum(p.numel() for p in model.parameters()), time.perf_counter() - started
     content = {**facts, "methods": methods, "parameters": n_parameters, "total_seconds": seconds}
     versions = {"python": platform.python_version(), "laplace_plus": __version__, "torch": torch.__version__}
     write_json(output / "metrics.json", {**content, "configuration": asdict(settings), "versions": versions})
     repeated = f"mean ± standard error over {len(repeats)} seeds; " if len(repeats) > 1 else ""
-    say(f"{table(methods)}\n\n{repeated}{seconds:.0f} s in all; written to {output}/")
+    said = [f"{label}\n\n{report}" for label, report in reports.items()] if len(repeats) == 1 else []
+    said += [table(methods)] if len(repeats) > 1 or len(reports) > 1 else []
+    say("\n\n".join([*said, f"{repeated}{seconds:.0f} s in all; written to {output}/"]))
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """One method's numbers: each metric's mean, standard error and values by repeat; times; what was tuned.
+    """One method's numbers: each score's mean, standard error and values by repeat; times; what was tuned.
 
     The standard error is that of the mean (sample standard deviation over √n); None for a single value.
     """
-    metrics = {}
+    scores = {}
     for name in outcomes[0].scores:
-        values = [one.scores[name] for one in outcomes]
+        values = [one.scores.get(name, math.nan) for one in outcomes]
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        metrics[name] = {"mean": statistics.fmean(values), "standard_error": error, "values": values}
+        scores[name] = {"mean": statistics.fmean(values), "standard_error": error, "values": values}
     seconds, tuned = [one.seconds for one in outcomes], [one.facts for one in outcomes]
-    return {"metrics": metrics, "seconds": seconds, "tuned": tuned}
+    return {"metrics": scores, "seconds": seconds, "tuned": tuned}
 
 
 def table(methods: Mapping[str, Any]) -> str:
     """A text table of summaries, one row for each method: mean ± standard error over the repeats."""
-    columns = [name for name in TITLES if name in next(iter(methods.values()))["metrics"]]
-    rows = [["", *(TITLES[name] for name in columns)]]
+    columns = [name for name in COLUMNS if name in next(iter(methods.values()))["metrics"]]
+    rows = [["", *map(title_of, columns)]]
     for label, method in methods.items():
         found = [method["metrics"][name] for name in columns]
-        errors = ["" if one["standard_error"] is None else f" ± {one['standard_error']:.4f}" for one in found]
-        rows.append([label, *(f"{one['mean']:.4f}{error}" for one, error in zip(found, errors, strict=True))])
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+        rows.append([label, *(with_error(one["mean"], one["standard_error"] or 0.0) for one in found)])
+    return aligned(rows)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

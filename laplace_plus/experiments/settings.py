@@ -64,7 +64,7 @@ class RunSettings:
     """The digits demonstration: train, wrap, tune, evaluate and report.
 
     Attributes:
-        output: Folder for metrics.json, reliability.png, the first seed's network and its posteriors.
+        output: Folder for metrics.json, report.png, the first seed's network and its posteriors.
         seeds: Number of repetitions, with the seeds 0, 1, ….
         data: How the digits are split.
         training: How the network is trained.
@@ -110,26 +110,32 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WrapSettings(ModelSettings):
-    """A trained network of one's own: wrap, tune, evaluate and report.
+    """A trained network and data of one's own: fit, tune, evaluate and report.
 
     Attributes:
+        function: `module:function` that returns (model, train, test) or (model, train, test, validation), or a mapping
+            with these names and any of `ood` and `likelihood`; what the following functions return is taken before.
+        function_kwargs: Its keyword arguments.
         train_data: `module:function` that returns an iterable of batches: what the network was trained on.
         test_data: `module:function` that returns the batches to evaluate on.
         posteriors: The posteriors to compare with the network itself, each a mapping with `class` and any of `label`,
             `tune`, `predict`; whatever else it holds goes to the constructor.
         likelihood: classification, binary or regression; or `module:function` that returns a likelihood.
-        validation_data: `module:function` that returns batches to tune on; only `tune: {method: validation}` uses it.
+        validation_data: `module:function` that returns batches to tune on, by validation and by default.
         ood_data: `module:function` that returns out-of-distribution batches, of the same form as the test data.
         train_data_kwargs: Keyword arguments of the training data's function.
         test_data_kwargs: Keyword arguments of the test data's function.
         validation_data_kwargs: Keyword arguments of the validation data's function.
         ood_data_kwargs: Keyword arguments of the out-of-distribution data's function.
-        output: Folder for metrics.json, pictures and the posteriors.
+        output: Folder for metrics.json, the picture, reports and the posteriors.
     """
 
-    train_data: str
-    test_data: str
-    posteriors: list[dict[str, Any]]
+    model: str = ""
+    function: str = ""
+    function_kwargs: dict[str, Any] = field(default_factory=dict)
+    train_data: str | None = None
+    test_data: str | None = None
+    posteriors: list[dict[str, Any]] = field(default_factory=lambda: [{"class": "KFAC"}])
     likelihood: str = "classification"
     validation_data: str | None = None
     ood_data: str | None = None
@@ -137,7 +143,7 @@ class WrapSettings(ModelSettings):
     test_data_kwargs: dict[str, Any] = field(default_factory=dict)
     validation_data_kwargs: dict[str, Any] = field(default_factory=dict)
     ood_data_kwargs: dict[str, Any] = field(default_factory=dict)
-    output: str = "runs/wrap"
+    output: str = "runs/evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
