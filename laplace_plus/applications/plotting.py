@@ -133,7 +133,8 @@ def evaluation(rows: Mapping[str, Mapping[str, Tensor]]) -> Figure:
         panels[n].legend(fontsize="small", frameon=False)
     if "strange" in own:
         both = [own["uncertainty"].numpy(), own["strange"].numpy()]
-        panels[-1].hist(both, bins=30, density=True, color=[_BLUE, _ORANGE], label=["these data", "unfamiliar"])
+        style: Any = {"bins": 25, "density": True, "histtype": "stepfilled", "alpha": 0.6}
+        panels[-1].hist(both, color=[_BLUE, _ORANGE], label=["these data", "unfamiliar"], **style)
         panels[-1].set(title="unfamiliar data", xlabel="uncertainty", yticks=[])
         panels[-1].legend(fontsize="small", frameon=False)
     return figure
