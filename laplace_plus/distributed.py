@@ -9,7 +9,8 @@ tuning by the evidence and predictions, needs no other rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +19,15 @@ from torch import nn
 
 from laplace_plus.errors import ConfigurationError, DistributedError, EmptyDataError
 from laplace_plus.likelihoods.sampling import draw_seed, stage_generator
-from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.network.batches import batch_size, can_be_cut, cut, to_device
+from laplace_plus.network.capture import Capture
+from laplace_plus.network.network import Network, exact_arithmetic
+from laplace_plus.network.shadow import whole
 from laplace_plus.persistence import decode, digest, encode, fingerprint
 from laplace_plus.posteriors import Posterior
 from laplace_plus.posteriors.state import TrainingData
 
-__all__ = ["fit", "gathered", "update"]
+__all__ = ["fit", "gathered", "together", "update"]
 
 P = TypeVar("P", bound=Posterior)
 
@@ -116,21 +120,153 @@ class Ranks:
         return total
 
 
+class Turns:
+    """Passes of a sharded network, which all ranks make at the same time, as each holds a part of the weights.
+
+    A rank says what it is about to do, and does it when it is its turn. Ranks that want something else, or nothing any
+    more, take part meanwhile: with one example, and without gradients. So ranks may have batches of other numbers and
+    shapes.
+
+    Attributes:
+        captures: The last recorded pass of each selection of parameters.
+        is_open: Whether all ranks are within a call that takes turns.
+    """
+
+    def __init__(self, ranks: Ranks, network: Network):
+        self.ranks, self.network, self.is_open = ranks, network, False
+        self.captures: dict[tuple[str, ...], Capture] = {}
+        self._example: Any = None
+        self._joins = False
+
+    @contextmanager
+    def taken(self, wanted: Any, inputs: Any = None) -> Iterator[None]:
+        """Begin when it is this rank's turn; DistributedError for a failure of another rank while it lasts."""
+        self.wait(wanted, inputs)
+        try:
+            yield
+        except Exception as error:
+            self.part(error)
+            raise
+
+    def wait(self, wanted: Any, inputs: Any = None) -> None:
+        """Return when it is this rank's turn to do what is ``wanted``, or, for None, when no rank wants anything."""
+        while not self._joins:
+            own = None
+            if self._example is None and inputs is not None:
+                own = cut(inputs, slice(0, 1)) if can_be_cut(inputs, batch_size(inputs)) else inputs
+            wants = self.ranks.meet((wanted, own if own is None else to_device(own, "cpu")))
+            if self._example is None:
+                self._example = next((example for _, example in wants if example is not None), None)
+            chosen: Any = next((want for want, _ in wants if want is not None), None)
+            if chosen is not None and chosen[0] == "forward":
+                self.captures.pop(chosen[1], None)  # and its memory
+            if chosen == wanted:
+                return
+            self._joins = True
+            try:
+                self._join(*chosen)
+            except Exception as error:
+                self.part(error)
+                raise
+            finally:
+                self._joins = False
+
+    def _join(self, what: str, *details: Any) -> None:
+        """Do what the ranks do whose turn it is."""
+        network = self.network
+        if what == "whole":
+            whole(network.tensor(details[0]))
+        elif what == "backward":
+            names, numbers, leaves, size = details
+            capture = self.captures[names]
+            places = [capture.calls[number].edge for number in numbers] + [capture.leaves[name] for name in leaves]
+            outputs = capture.graph_outputs
+            capture._pulled(outputs.new_zeros(size, *outputs.shape), places)
+        else:
+            inputs, names = to_device(self._example, network.device), details[0]
+            if names is None:
+                network.forward(inputs)
+            elif names == network.parameter_names:
+                _Joined(network, inputs)
+            else:
+                other = network.selecting(names)
+                other.turns = self
+                _Joined(other, inputs)
+
+    def part(self, error: Exception) -> None:
+        """Leave the group, on which the others wait within a pass, and tell them why; or learn it from them."""
+        if not dist.is_initialized():
+            return
+        store, key = dist.distributed_c10d._get_default_store(), "laplace_plus/failed"
+        known = store.get(key).decode() if store.check([key]) else None
+        if known is None:
+            store.set(key, f"Rank {self.ranks.rank} failed. {type(error).__name__}: {error}")
+        dist.destroy_process_group()
+        if known is not None:
+            raise DistributedError(known) from error
+
+
+class _Joined(Capture):
+    """A pass for the sake of the other ranks, which looks at nothing that would take another pass."""
+
+    def _look_whether_pointwise(self) -> None:
+        pass
+
+
+@contextmanager
+def together(posterior: P) -> Iterator[P]:
+    """All ranks call methods of a posterior over a sharded network, each on data of its own.
+
+    A rank that has left the block takes part in the others' passes until all have left it. For other networks nothing
+    happens.
+
+    Raises:
+        DistributedError: Another rank failed.
+    """
+    network = posterior.network
+    if not network.held.sharded:
+        yield posterior
+        return
+    with _open(Turns(Ranks(network.device), network)) as network.turns:
+        yield posterior
+        network.turns.wait(None)
+
+
+@contextmanager
+def _open(turns: Turns) -> Iterator[Turns]:
+    turns.is_open = True
+    try:
+        yield turns
+    except Exception as error:
+        # Errors that all ranks have need no word, and without a group there is nobody to tell.
+        if not isinstance(error, (DistributedError, EmptyDataError)) and dist.is_initialized():
+            try:
+                turns.ranks.meet(error=f"{type(error).__name__}: {error}")
+            except RuntimeError:  # another rank left within a pass
+                turns.part(error)
+        raise
+    finally:
+        turns.is_open, turns.captures = False, {}
+
+
 def _fitted(posterior: P, shard: Iterable[Any], before: Any, *, progress: bool, generator: Any) -> P:
     ranks, made = Ranks(posterior.network.device), copy.copy(posterior)
-    try:
-        with exact_arithmetic(posterior.network):
-            posterior.network.check_finite()
-            seed = _agreed(ranks, posterior, before, generator)
-            # The examples of different ranks draw independent labels; all else that is drawn is the same on all ranks.
-            source = stage_generator(seed, ranks.rank if posterior.backend.kind == "ggn_mc" else 0)
-            show = progress and ranks.rank == 0
-            made._fitted(shard, before, reduce=ranks, progress=show, generator=source)
+    made.network = copy.copy(posterior.network)
+    made.network.turns = turns = Turns(ranks, made.network)
+
+    def reduce(own: Any, add: Callable[[Any, Any], Any]) -> Any:
+        if made.network.held.sharded:
+            turns.wait(None)
+        return ranks(own, add)
+
+    with _open(turns), exact_arithmetic(posterior.network):
+        posterior.network.check_finite()
+        seed = _agreed(ranks, posterior, before, generator)
+        # The examples of different ranks draw independent labels; all else that is drawn is the same on all ranks.
+        source = stage_generator(seed, ranks.rank if posterior.backend.kind == "ggn_mc" else 0)
+        show = progress and ranks.rank == 0
+        made._fitted(shard, before, reduce=reduce, progress=show, generator=source)
         made.training_data = TrainingData()
-    except Exception as error:
-        if not isinstance(error, (DistributedError, EmptyDataError)):  # which all ranks have
-            ranks.meet(error=f"{type(error).__name__}: {error}")
-        raise
     ranks.meet()
     posterior.__dict__ = vars(made)
     return posterior

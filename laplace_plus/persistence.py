@@ -31,6 +31,7 @@ from laplace_plus._version import __version__
 from laplace_plus.curvature import Curvature
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.network.selection import MERGED, adapter_state, adapter_tensors
+from laplace_plus.network.shadow import whole
 from laplace_plus.priors import Groups
 from laplace_plus.structured import Block
 from laplace_plus.structured.blocks import block_from_tensors
@@ -222,7 +223,7 @@ def _digest(known: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 def digest(tensor: Tensor) -> str:
     """Type, shape and SHA-256 of a tensor's bytes, as text."""
-    dense = tensor.detach()
+    dense = whole(tensor.detach())
     if dense.layout != torch.strided:  # such as the adjacency matrix of a graph network
         dense = torch.view_as_real(dense.to_dense()) if dense.is_complex() else dense.to_dense()
     flat = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -243,7 +244,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
         if adapters.get(name):
             continue
         beneath = states and name not in adapters and tensor.numel() > 8 * SAMPLED and tensor.layout == torch.strided
-        found[name] = digest(tensor.detach().flatten()[:: tensor.numel() // SAMPLED | 1] if beneath else tensor)
+        found[name] = digest(whole(tensor.detach()).flatten()[:: tensor.numel() // SAMPLED | 1] if beneath else tensor)
     return found
 
 

@@ -11,7 +11,10 @@ if WORKER:  # workers that each use every core only get in each other's way
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-collect_ignore = ["distributed/worker.py"]  # run in processes of its own; what it imports takes seconds
+collect_ignore = [
+    "distributed/worker.py",
+    "distributed/sharded.py",
+]  # run in processes of its own; what it imports takes seconds
 
 if WORKER:
     torch.set_num_threads(1)

@@ -123,6 +123,8 @@ class _Recorder(TorchFunctionMode):
         told: Values among the inputs, and others that depend on the inputs, by which Python code may go another way.
         cuts_off: Whether a parameter is used without derivatives, or something is detached.
         widest: Memory of the largest output of a function that has a derivative.
+        whole: The parameters of a sharded network that the pass has used, by name: views of memory that is freed and
+            filled again as layers run.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], inputs: Any, keep_graph: bool):
@@ -139,6 +141,7 @@ class _Recorder(TorchFunctionMode):
         self.moves_rows = self.cuts_off = self.packed = False
         self.told: list[Any] = []
         self.widest = 0
+        self.whole: dict[str, Tensor] = {}
         # Ids of the inputs and of all that was computed from them; None where these cannot be told.
         self.from_inputs: set[int] | None = set()
         self.sizes = set[int]()  # of the inputs' first axes
@@ -157,6 +160,13 @@ class _Recorder(TorchFunctionMode):
     def find(self, value: Any) -> ParameterRows | None:
         """What a tensor is of which parameter; None for anything else."""
         return self.rows.get(id(value))
+
+    def see(self, name: str, tensor: Tensor) -> Tensor:
+        """What a module of a sharded network gets for a parameter while that is whole; it is known by its name."""
+        if name not in self.whole:
+            view = self.whole[name] = tensor.detach().requires_grad_(name in self.wanted)
+            self.rows[id(view)] = _whole(name)
+        return self.whole[name]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -244,7 +254,7 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         """Follow what depends on the inputs, and whether it may decide which rows go where."""
         known = self.from_inputs
-        derived = tensors if known is None else [tensor for tensor in tensors if id(tensor) in known]
+        derived = tensors if known is None else [own for own in tensors if id(own) in known or self._is_passed_on(own)]
         made = tensors_in(args[:1]) if output is None else made
         if not derived:
             if known:
@@ -273,6 +283,10 @@ class _Recorder(TorchFunctionMode):
                 self.moves_rows = True
         if known is not None:
             known.update(map(id, made))
+
+    def _is_passed_on(self, tensor: Tensor) -> bool:
+        """Whether a tensor is what a layer of a sharded network gets in place of its input, which no mode sees."""
+        return bool(self.whole) and type(tensor.grad_fn).__name__ == "RegisterPostBackwardFunctionBackward"
 
     def _note_told(self, value: Any) -> None:
         self.told.append(value)
@@ -316,7 +330,8 @@ class Capture:
         recorder = _Recorder(parameters, wanted, inputs, differentiable)
         with torch.enable_grad():
             arranged = network.arrange(batches.output_tensor(network.raw(inputs, parameters, recorder)))
-        self.inputs, self.differentiable, self.frees = inputs, differentiable, False
+        self.inputs, self.differentiable, self.frees, self._network = inputs, differentiable, False, network
+        self.leaves |= {name: recorder.whole[name] for name in network.parameter_names if name in recorder.whole}
         self.uses, self.uncovered = recorder.uses, recorder.uncovered
         self.moves_rows, self.told, self.cuts_off = recorder.moves_rows, recorder.told, recorder.cuts_off
         if recorder.tables:
@@ -327,6 +342,8 @@ class Capture:
         self.output_shape, self.pointwise = arranged.shape, False
         self.order: Tensor | None = None
         self.graph_outputs = arranged
+        if network.held.sharded:
+            network.turns.captures[network.parameter_names] = self
         if len(self.calls) == 1 and self.calls[0].pointwise and wanted == {*map(_NAME, self.calls[0].rows)}:
             self._look_whether_pointwise()
         self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
@@ -372,7 +389,11 @@ class Capture:
             found, calls = [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))], ()
         places = [*map(_EDGE, calls), *leaves]
         if places and self.graph_outputs.requires_grad:
-            pulled = self._pulled(cotangents.to(self.graph_outputs.dtype), places)
+            numbers = [number for number, call in enumerate(self.calls) if any(own is call for own in calls)]
+            names = [name for name, leaf in self.leaves.items() if any(own is leaf for own in leaves)]
+            network = self._network
+            with network.turn("backward", network.parameter_names, numbers, names, len(cotangents)):
+                pulled = self._pulled(cotangents.to(self.graph_outputs.dtype), places)
         else:
             pulled = [None] * len(places)
         for number, call in enumerate(calls):
@@ -382,7 +403,7 @@ class Capture:
 
     def _pulled(self, cotangents: Tensor, places: list[Any]) -> list[Any]:
         options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
-        options["retain_graph"] = len(cotangents) > 1 or not self.frees
+        options["retain_graph"] = len(cotangents) > 1 or not self.frees or bool(self._network.held.sharded)
         backward: Any = partial(torch.autograd.grad, self.graph_outputs, places, **options)
         try:
             with warnings.catch_warnings():

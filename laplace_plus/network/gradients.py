@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.calls import Call
@@ -90,6 +91,10 @@ class Gradients:
             if not uses:
                 if general is None:
                     every = self.network.parameters
+                    if self.network.held.sharded:
+                        what = f"No rule describes how the sharded network uses {plan.layout.names[0]!r}."
+                        fix = "Leave it out of the selection. A tied embedding's head is parameters='last_layer'."
+                        raise UnsupportedError(what, expected="linear maps, convolutions, embeddings, norms", fix=fix)
                     chosen = {own.layout.names[0]: every[own.layout.names[0]] for own in self._plans if not own.members}
                     general = per_example_gradients(self.network, self.capture.inputs, chosen, cotangents)
                 # A parameter may be 0-d.

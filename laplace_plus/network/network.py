@@ -6,10 +6,10 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dis import opname
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -29,7 +29,7 @@ from laplace_plus.network import batches
 from laplace_plus.network.differentiability import eager
 from laplace_plus.network.example_gradients import per_example_gradients
 from laplace_plus.network.selection import MERGED, Selected, Selection, adapter_state, select, uses
-from laplace_plus.network.shadow import Shadow, copied, unwrap
+from laplace_plus.network.shadow import SeenNow, Shadow, copied, is_sharded, local, reshard, unwrap, whole
 
 _SMALL = 100_000
 """Up to this many parameters, a batch of one example runs with several parameter vectors at once."""
@@ -81,11 +81,15 @@ def full_precision(method: M) -> M:
 
 
 class Held(NamedTuple):
-    """A model's modules, each once; parameters by their (first) names; the places of all tensors by every name."""
+    """A model's modules, each once; parameters by their (first) names; the places of all tensors by every name.
+
+    ``sharded`` has the (first) names of the parameters of a sharded network by the id of what holds them, and the key.
+    """
 
     modules: list[nn.Module]
     parameters: dict[str, Tensor]
     places: dict[str, tuple[dict[str, Any], str]]
+    sharded: dict[tuple[int, str], str]
 
 
 class Network:
@@ -120,6 +124,8 @@ class Network:
         # What is called in place of the model, for another output of the same weights.
         self.function: Callable[..., Any] | None = None
         self._is_followed = self._is_copied = False  # whether a pass has shown that the shadow follows all references
+        # Of a sharded network, lets all ranks make their passes at the same time; see laplace_plus.distributed.
+        self.turns: Any = None
         refuse_unsuitable(self.model)
         self.mark()
         self.select_last_layer(None)
@@ -196,7 +202,9 @@ class Network:
         """The network's current selected entries, ``[P]``, at least float32."""
         dtype, parts = self.dtype, []
         for item in self.selected:
-            flat = self.tensor(item.name).detach().flatten()
+            own = self.tensor(item.name).detach()
+            with self.turn("whole", item.name) if is_sharded(own) else nullcontext():
+                flat = whole(own).flatten()
             flat = flat if item.mask is None else flat[item.mask.to(flat.device)]
             parts.append(flat.to(dtype))
         return torch.cat(parts)
@@ -241,12 +249,16 @@ class Network:
         tensors, apart = dict[int, Tensor](), dict[tuple[int, str], Tensor]()
         for name, value in (parameters or {}).items():
             own, key = self.held.places[name]
+            if is_sharded(own[key]) and not is_sharded(value):
+                what = "The weights of a sharded network cannot be replaced."
+                fix = "Use KFAC or Diagonal, linearised, or lp.distributed.gathered(model, whole_model)."
+                raise UnsupportedError(what, expected="the network's own weights", got=f"another {name!r}", fix=fix)
             if name in self._apart:
                 apart[id(own), key] = value
             else:
                 tensors[id(own[key])] = value
         enabled, dtype = AMBIENT.get() or (False, torch.bfloat16)
-        watch = nullcontext() if self._is_followed else _OwnTensors(self.held)
+        watch = nullcontext() if self._is_followed or self.held.sharded else _OwnTensors(self.held)
         try:
             # Nothing is compiled before torch._dynamo is imported, which takes a second.
             with (
@@ -256,7 +268,7 @@ class Network:
                 if self._is_copied:
                     target: Any = copied(self.model, tensors, apart)
                 else:
-                    shadow = Shadow(tensors, apart, self.held.modules)
+                    shadow = Shadow(tensors, apart, self.held.modules, self._seen_now(mode))
                     target = shadow.module(self.model) if self.function is None else shadow(self.function)
                 arguments, keywords = batches.bind(target, inputs, whole=self.lists)
                 if isinstance(inputs, (tuple, list)):
@@ -264,7 +276,9 @@ class Network:
                     if before not in (None, self.lists):
                         self.lists = before
                         raise _two_ways(inputs)
-                with nullcontext() if mode is None else mode, watch:
+                names = self.parameter_names if hasattr(mode, "see") else None
+                turn = self.turn("forward", names, inputs=inputs) if self.held.sharded else nullcontext()
+                with turn, nullcontext() if mode is None else mode, watch:
                     found = target(*arguments, **keywords)
         except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
             raise
@@ -273,6 +287,9 @@ class Network:
                 error.add_note(f"Raised by the network on a batch {checks.describe(inputs)}.")
                 raise
             raise _failed(error, inputs) from error
+        finally:
+            if self.held.sharded:
+                reshard(self.held.modules)
         seen = getattr(watch, "seen", ())
         if not seen:
             self._is_followed = True
@@ -284,6 +301,26 @@ class Network:
         expected = "references in modules, containers, bound methods or closures"
         fix = "Register the module that holds them as an attribute of the one that calls it."
         raise UnsupportedError(what, expected=expected, got=", ".join(sorted(seen)[:4]), fix=fix)
+
+    def _seen_now(self, mode: Any) -> Any:
+        """Makes a module's ``_parameters`` such as a pass of a sharded network sees; ``mode.see`` hears of each use."""
+        if not self.held.sharded:
+            return dict
+        names = dict(self.held.sharded)
+        for name in self._apart:
+            own, key = self.held.places[name]
+            names[id(own), key] = name
+        return partial(SeenNow, names=names, see=getattr(mode, "see", lambda name, tensor: tensor.detach()))
+
+    def turn(self, *what: Any, inputs: Any = None) -> AbstractContextManager[None]:
+        """Waits until all ranks do the same as this one, as a sharded network only can; elsewhere nothing."""
+        if not self.held.sharded:
+            return nullcontext()
+        if self.turns is None or not self.turns.is_open:
+            of, expected = "A sharded network runs on all ranks at the same time.", "a call that all ranks share"
+            fix = "Use lp.distributed.fit, and `with lp.distributed.together(posterior):` around all that follows."
+            raise UnsupportedError(of, expected=expected, got="a call of this rank alone", fix=fix)
+        return self.turns.taken(what, inputs)
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
         """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""
@@ -324,6 +361,7 @@ class Network:
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
         for name, parameter in self.parameters.items():
+            parameter = local(parameter)  # every rank looks at its part
             values = parameter.float() if parameter.itemsize == 1 else parameter  # eight-bit floats cannot be compared
             if bool(torch.isfinite(values.sum())):  # which NaNs and infinities reach
                 continue
@@ -336,7 +374,8 @@ class Network:
 
     def mark(self) -> list[Any]:
         """What differs after a change of modules, tensors or adapters: identities, addresses, numbers of writes."""
-        held, seen = Held([], {}, {}), set[int]()
+        held, seen = Held([], {}, {}, {}), dict[int, str]()
+        reshard(self.model.modules())
         tensors, adapters = list[Any](), list[Any]()
         for prefix, module in self.model.named_modules():
             held.modules.append(module)
@@ -346,13 +385,16 @@ class Network:
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     held.places[name] = own, key
+                    if is_sharded(tensor):
+                        held.sharded[id(own), key] = seen.get(id(tensor), name)
                     if id(tensor) in seen:
                         continue
-                    seen.add(id(tensor))
+                    seen[id(tensor)] = name
                     if own is module._parameters:
                         held.parameters[name] = tensor
                     try:
-                        tensors.append((name, id(tensor), tensor.data_ptr(), tensor._version))
+                        part = local(tensor)
+                        tensors.append((name, id(tensor), part.data_ptr(), part._version))
                     except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                         tensors.append((name, id(tensor)))
             if MERGED in vars(module):
@@ -410,8 +452,9 @@ def refuse_unsuitable(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         what, fix = "A TorchScript module hides its operations.", "Pass the module that was scripted."
         raise UnsupportedError(what, expected="a plain nn.Module", got="a torch.jit.ScriptModule", fix=fix)
+    gathers = any(hasattr(type(module), "reshard") for module in model.modules())  # as fully_shard makes them do
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor).__name__ in ("DTensor", "FlatParameter"):
+        if type(tensor).__name__ == "FlatParameter" or (is_sharded(tensor) and not gathers):
             what, fix = f"{name!r} is sharded over ranks.", "Pass lp.distributed.gathered(model, whole_model)."
             raise UnsupportedError(what, expected="whole parameters on each rank", got=type(tensor).__name__, fix=fix)
         if isinstance(tensor, nn.UninitializedParameter) or tensor.is_meta:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
@@ -43,6 +43,43 @@ def unwrap(model: nn.Module) -> nn.Module:
     return unwrap(model._modules[wrapper]) if wrapper in model._modules else model  # type: ignore[arg-type]
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is spread over ranks: a DTensor, as of ``fully_shard``."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor with the parts of all ranks, which make this call together where it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Free what a forward pass of a sharded network leaves whole, as the outermost module's parameters."""
+    for module in modules:
+        if hasattr(type(module), "reshard"):
+            module.reshard()
+
+
+class SeenNow(dict[str, Any]):
+    """A module's own parameters as they are at the time of reading: sharded ones are whole only while its layer runs.
+
+    ``see(name, tensor)`` gives what the module gets for a parameter that is whole now, by its name in the model.
+    """
+
+    def __init__(self, own: dict[str, Any], names: Mapping[tuple[int, str], str], see: Callable[[str, Tensor], Tensor]):
+        super().__init__(own)
+        self._own, self._names, self._see = own, names, see
+
+    def __getitem__(self, key: str) -> Any:
+        tensor = self._own[key]
+        return tensor if tensor is None or is_sharded(tensor) else self._see(self._names[id(self._own), key], tensor)
+
+
 class Shadow:
     """Makes shadows of modules, and of functions that refer to them, over the same tensors.
 
@@ -51,12 +88,18 @@ class Shadow:
             and buffers cloned, since some modules write to them even in evaluation mode.
         apart: By the id of a module's ``_parameters`` and a name, the tensor of one use of a tied parameter.
         modules: The modules of the user's model.
+        sharded: Makes of a module's ``_parameters`` with sharded tensors those of its shadow.
     """
 
     def __init__(
-        self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], modules: Iterable[nn.Module]
+        self,
+        tensors: Mapping[int, Tensor],
+        apart: Mapping[tuple[int, str], Tensor],
+        modules: Iterable[nn.Module],
+        sharded: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ):
         self.tensors, self.apart, self.known = dict(tensors), apart, frozenset(map(id, modules))
+        self.sharded = sharded
         self.made: dict[int, Any] = {}  # by the id of the user's object
 
     def __call__(self, target: Any) -> Any:
@@ -87,6 +130,8 @@ class Shadow:
         if theirs.get("sparse") is True:  # of an embedding: sparse gradients have few operations
             own["sparse"] = False
         own["_parameters"] = parameters = theirs["_parameters"].copy()
+        if any(map(is_sharded, parameters.values())):
+            own["_parameters"], parameters = self.sharded(theirs["_parameters"]), {}
         for key, parameter in parameters.items():
             if parameter is not None:
                 use = self.apart.get((id(theirs["_parameters"]), key)) if self.apart else None

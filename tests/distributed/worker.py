@@ -258,7 +258,6 @@ def sharded_models_are_gathered(rank: int, folder: Path) -> None:
     for layer in (0, 4):
         fully_shard(sharded[layer])
     fully_shard(sharded)
-    assert "gathered" in raised(errors.UnsupportedError, lambda: lp.KFAC(sharded, "classification"))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     sharded(data()[0]).square().sum().backward()
     optimizer.step()
@@ -411,7 +410,8 @@ def take_part(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
                 if outcome:  # the ranks may be out of step
                     break
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         torch.set_num_threads(threads)
 
 
