@@ -181,7 +181,7 @@ class Turns:
             capture = self.captures[names]
             places = [capture.calls[number].edge for number in numbers] + [capture.leaves[name] for name in leaves]
             outputs = capture.graph_outputs
-            capture._pulled(outputs.new_zeros(size, *outputs.shape), places)
+            capture.pull(outputs.new_zeros(size, *outputs.shape), places)
         else:
             inputs, names = to_device(self._example, network.device), details[0]
             if names is None:
@@ -195,9 +195,9 @@ class Turns:
 
     def part(self, error: Exception) -> None:
         """Leave the group, on which the others wait within a pass, and tell them why; or learn it from them."""
-        if not dist.is_initialized():
+        if dist.group.WORLD is None:
             return
-        store, key = dist.distributed_c10d._get_default_store(), "laplace_plus/failed"
+        store, key = dist.group.WORLD.get_group_store(), "laplace_plus/failed"
         known = store.get(key).decode() if store.check([key]) else None
         if known is None:
             store.set(key, f"Rank {self.ranks.rank} failed. {type(error).__name__}: {error}")

@@ -254,7 +254,11 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         """Follow what depends on the inputs, and whether it may decide which rows go where."""
         known = self.from_inputs
-        derived = tensors if known is None else [own for own in tensors if id(own) in known or self._is_passed_on(own)]
+        derived = (
+            tensors
+            if known is None
+            else [own for own in tensors if id(own) in known or (self.whole and self._is_passed_on(own))]
+        )
         made = tensors_in(args[:1]) if output is None else made
         if not derived:
             if known:
@@ -286,7 +290,7 @@ class _Recorder(TorchFunctionMode):
 
     def _is_passed_on(self, tensor: Tensor) -> bool:
         """Whether a tensor is what a layer of a sharded network gets in place of its input, which no mode sees."""
-        return bool(self.whole) and type(tensor.grad_fn).__name__ == "RegisterPostBackwardFunctionBackward"
+        return type(tensor.grad_fn).__name__ == "RegisterPostBackwardFunctionBackward"
 
     def _note_told(self, value: Any) -> None:
         self.told.append(value)
@@ -331,7 +335,8 @@ class Capture:
         with torch.enable_grad():
             arranged = network.arrange(batches.output_tensor(network.raw(inputs, parameters, recorder)))
         self.inputs, self.differentiable, self.frees, self._network = inputs, differentiable, False, network
-        self.leaves |= {name: recorder.whole[name] for name in network.parameter_names if name in recorder.whole}
+        for name in self.leaves.keys() & recorder.whole.keys():
+            self.leaves[name] = recorder.whole[name]
         self.uses, self.uncovered = recorder.uses, recorder.uncovered
         self.moves_rows, self.told, self.cuts_off = recorder.moves_rows, recorder.told, recorder.cuts_off
         if recorder.tables:
@@ -389,11 +394,9 @@ class Capture:
             found, calls = [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))], ()
         places = [*map(_EDGE, calls), *leaves]
         if places and self.graph_outputs.requires_grad:
-            numbers = [number for number, call in enumerate(self.calls) if any(own is call for own in calls)]
-            names = [name for name, leaf in self.leaves.items() if any(own is leaf for own in leaves)]
-            network = self._network
-            with network.turn("backward", network.parameter_names, numbers, names, len(cotangents)):
-                pulled = self._pulled(cotangents.to(self.graph_outputs.dtype), places)
+            cotangents = cotangents.to(self.graph_outputs.dtype)
+            with self._turn(calls, leaves, len(cotangents)) if self._network.held.sharded else nullcontext():
+                pulled = self.pull(cotangents, places)
         else:
             pulled = [None] * len(places)
         for number, call in enumerate(calls):
@@ -401,7 +404,14 @@ class Capture:
                 pulled[number] = torch.zeros(len(cotangents), *call.output_shape, **call.output_like)
         return found + pulled
 
-    def _pulled(self, cotangents: Tensor, places: list[Any]) -> list[Any]:
+    def _turn(self, calls: Sequence[Call], leaves: Sequence[Tensor], size: int) -> Any:
+        """A turn of a sharded network for as many backward passes to some calls and leaves."""
+        numbers = [number for number, call in enumerate(self.calls) if any(own is call for own in calls)]
+        names = [name for name, leaf in self.leaves.items() if any(own is leaf for own in leaves)]
+        return self._network.turn("backward", self._network.parameter_names, numbers, names, size)
+
+    def pull(self, cotangents: Tensor, places: list[Any]) -> list[Any]:
+        """Gradients with respect to edges and leaves as :meth:`gradients`, None for what no gradient reaches."""
         options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
         options["retain_graph"] = len(cotangents) > 1 or not self.frees or bool(self._network.held.sharded)
         backward: Any = partial(torch.autograd.grad, self.graph_outputs, places, **options)

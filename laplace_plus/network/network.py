@@ -203,8 +203,10 @@ class Network:
         dtype, parts = self.dtype, []
         for item in self.selected:
             own = self.tensor(item.name).detach()
-            with self.turn("whole", item.name) if is_sharded(own) else nullcontext():
-                flat = whole(own).flatten()
+            if self.held.sharded and is_sharded(own):
+                with self.turn("whole", item.name):
+                    own = whole(own)
+            flat = own.flatten()
             flat = flat if item.mask is None else flat[item.mask.to(flat.device)]
             parts.append(flat.to(dtype))
         return torch.cat(parts)
@@ -249,7 +251,7 @@ class Network:
         tensors, apart = dict[int, Tensor](), dict[tuple[int, str], Tensor]()
         for name, value in (parameters or {}).items():
             own, key = self.held.places[name]
-            if is_sharded(own[key]) and not is_sharded(value):
+            if self.held.sharded and is_sharded(own[key]) and not is_sharded(value):
                 what = "The weights of a sharded network cannot be replaced."
                 fix = "Use KFAC or Diagonal, linearised, or lp.distributed.gathered(model, whole_model)."
                 raise UnsupportedError(what, expected="the network's own weights", got=f"another {name!r}", fix=fix)
@@ -268,7 +270,9 @@ class Network:
                 if self._is_copied:
                     target: Any = copied(self.model, tensors, apart)
                 else:
-                    shadow = Shadow(tensors, apart, self.held.modules, self._seen_now(mode))
+                    shadow = Shadow(tensors, apart, self.held.modules)
+                    if self.held.sharded:
+                        shadow.sharded = self._seen_now(mode)
                     target = shadow.module(self.model) if self.function is None else shadow(self.function)
                 arguments, keywords = batches.bind(target, inputs, whole=self.lists)
                 if isinstance(inputs, (tuple, list)):
@@ -304,8 +308,6 @@ class Network:
 
     def _seen_now(self, mode: Any) -> Any:
         """Makes a module's ``_parameters`` such as a pass of a sharded network sees; ``mode.see`` hears of each use."""
-        if not self.held.sharded:
-            return dict
         names = dict(self.held.sharded)
         for name in self._apart:
             own, key = self.held.places[name]
@@ -313,9 +315,7 @@ class Network:
         return partial(SeenNow, names=names, see=getattr(mode, "see", lambda name, tensor: tensor.detach()))
 
     def turn(self, *what: Any, inputs: Any = None) -> AbstractContextManager[None]:
-        """Waits until all ranks do the same as this one, as a sharded network only can; elsewhere nothing."""
-        if not self.held.sharded:
-            return nullcontext()
+        """Waits until all ranks do the same as this one, as a sharded network only can."""
         if self.turns is None or not self.turns.is_open:
             of, expected = "A sharded network runs on all ranks at the same time.", "a call that all ranks share"
             fix = "Use lp.distributed.fit, and `with lp.distributed.together(posterior):` around all that follows."
@@ -361,7 +361,7 @@ class Network:
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
         for name, parameter in self.parameters.items():
-            parameter = local(parameter)  # every rank looks at its part
+            parameter = local(parameter) if self.held.sharded and is_sharded(parameter) else parameter
             values = parameter.float() if parameter.itemsize == 1 else parameter  # eight-bit floats cannot be compared
             if bool(torch.isfinite(values.sum())):  # which NaNs and infinities reach
                 continue
@@ -375,17 +375,18 @@ class Network:
     def mark(self) -> list[Any]:
         """What differs after a change of modules, tensors or adapters: identities, addresses, numbers of writes."""
         held, seen = Held([], {}, {}, {}), dict[int, str]()
-        reshard(self.model.modules())
         tensors, adapters = list[Any](), list[Any]()
         for prefix, module in self.model.named_modules():
             held.modules.append(module)
+            if hasattr(type(module), "reshard"):
+                reshard([module])
             for own in (module._parameters, module._buffers):
                 for key, tensor in own.items():
                     if tensor is None:
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     held.places[name] = own, key
-                    if is_sharded(tensor):
+                    if is_spread := hasattr(tensor, "full_tensor"):
                         held.sharded[id(own), key] = seen.get(id(tensor), name)
                     if id(tensor) in seen:
                         continue
@@ -393,7 +394,7 @@ class Network:
                     if own is module._parameters:
                         held.parameters[name] = tensor
                     try:
-                        part = local(tensor)
+                        part = local(tensor) if is_spread else tensor
                         tensors.append((name, id(tensor), part.data_ptr(), part._version))
                     except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                         tensors.append((name, id(tensor)))
@@ -452,9 +453,10 @@ def refuse_unsuitable(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         what, fix = "A TorchScript module hides its operations.", "Pass the module that was scripted."
         raise UnsupportedError(what, expected="a plain nn.Module", got="a torch.jit.ScriptModule", fix=fix)
-    gathers = any(hasattr(type(module), "reshard") for module in model.modules())  # as fully_shard makes them do
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor).__name__ == "FlatParameter" or (is_sharded(tensor) and not gathers):
+        is_flat = type(tensor).__name__ == "FlatParameter"
+        # As fully_shard makes them, layers gather their own weights.
+        if is_flat or (is_sharded(tensor) and not any(hasattr(type(own), "reshard") for own in model.modules())):
             what, fix = f"{name!r} is sharded over ranks.", "Pass lp.distributed.gathered(model, whole_model)."
             raise UnsupportedError(what, expected="whole parameters on each rank", got=type(tensor).__name__, fix=fix)
         if isinstance(tensor, nn.UninitializedParameter) or tensor.is_meta:

@@ -54,8 +54,9 @@ def whole(tensor: Any) -> Any:
 
 
 def local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor
+    """What this rank holds of a sharded tensor."""
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def reshard(modules: Iterable[Any]) -> None:
@@ -88,18 +89,16 @@ class Shadow:
             and buffers cloned, since some modules write to them even in evaluation mode.
         apart: By the id of a module's ``_parameters`` and a name, the tensor of one use of a tied parameter.
         modules: The modules of the user's model.
-        sharded: Makes of a module's ``_parameters`` with sharded tensors those of its shadow.
+
+    Attributes:
+        sharded: Makes of a module's ``_parameters`` with sharded tensors those of its shadow; else None.
     """
 
     def __init__(
-        self,
-        tensors: Mapping[int, Tensor],
-        apart: Mapping[tuple[int, str], Tensor],
-        modules: Iterable[nn.Module],
-        sharded: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        self, tensors: Mapping[int, Tensor], apart: Mapping[tuple[int, str], Tensor], modules: Iterable[nn.Module]
     ):
         self.tensors, self.apart, self.known = dict(tensors), apart, frozenset(map(id, modules))
-        self.sharded = sharded
+        self.sharded: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self.made: dict[int, Any] = {}  # by the id of the user's object
 
     def __call__(self, target: Any) -> Any:
@@ -130,7 +129,7 @@ class Shadow:
         if theirs.get("sparse") is True:  # of an embedding: sparse gradients have few operations
             own["sparse"] = False
         own["_parameters"] = parameters = theirs["_parameters"].copy()
-        if any(map(is_sharded, parameters.values())):
+        if self.sharded is not None and any(map(is_sharded, parameters.values())):
             own["_parameters"], parameters = self.sharded(theirs["_parameters"]), {}
         for key, parameter in parameters.items():
             if parameter is not None:
