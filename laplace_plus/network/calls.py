@@ -140,11 +140,12 @@ class Call(ABC):
 
 @dataclass
 class LinearCall(Call):
-    """``y = x Wᵀ + b``, with ``transposed`` for weights stored as ``[in, out]``."""
+    """``y = x Wᵀ + b``; ``transposed`` if the weight is stored as ``[in, out]``, ``ragged`` if sequences are padded."""
 
     transposed: bool = False
     weight_shape: torch.Size = torch.Size()
     groups: int = 1
+    ragged: bool = False
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
@@ -155,7 +156,9 @@ class LinearCall(Call):
             value, left = value.flatten(1, -2), left.flatten(2, -2)  # [B, S, i], [V, B, S, O]
         width = 1 if self.weight is None else value.shape[2] + (self.bias is not None)
         left = left.unsqueeze(3) if self.groups == 1 else left.unflatten(-1, (self.groups, -1))
-        return OuterGradients(value, left, expand_right=self._expand, right_sizes=(value.shape[1], 1, width))
+        result = OuterGradients(value, left, expand_right=self._expand, right_sizes=(value.shape[1], 1, width))
+        result.shares_rows = self.ragged
+        return result
 
     def _expand(self, value: Tensor) -> Tensor:
         """Inputs ``[b, S, i]`` as ``[b, S, 1, i]`` with the column of ones that is the bias's input."""
@@ -225,6 +228,28 @@ class ConvolutionCall(Call):
     def _positions(self, gradient: Tensor) -> Tensor:
         """Output gradients ``[V, b, r, O, *out]`` as rows ``[V, b, r·S, G, O/G]``."""
         return gradient.flatten(4).movedim(3, 4).flatten(2, 3).unflatten(-1, (self.groups, -1))
+
+
+@dataclass
+class TransposedConvolutionCall(ConvolutionCall):
+    """A transposed convolution: each input position meets the patch of the output gradient under its kernel.
+
+    Rows of ``[G, o, i]`` are the entries of such a patch, columns a group's inputs. A bias is another call.
+    """
+
+    @override
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        return positions[self.rows[0].name].flatten(1).unflatten(0, (self.groups, -1)).mT  # of [C, O/G, *k]
+
+    @override
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+        value, left = self.by_example(gradient, n_examples, where)
+        return OuterGradients(
+            value,
+            left,
+            expand_right=lambda some: self._positions(some[None])[0],  # [b, r·S, G, C/G]
+            expand_left=lambda some: self._patches(some.flatten(0, 1)).unflatten(0, some.shape[:2]),
+        )
 
 
 @dataclass
@@ -318,14 +343,22 @@ class BroadcastCall(Call):
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 Finder = Callable[[Any], ParameterRows | None]
-Rule = Callable[..., Call | None]
+Rule = Callable[..., Call | tuple[Call, ...] | None]
 
 
-def _linear(find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+def _linear(
+    find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None, groups: int = 1, ragged: bool = False
+) -> Call | None:
     if find(input) is not None:
         return None
-    axes = tuple(range(input.ndim - 1))
-    return LinearCall(find(weight), find(bias), input, -1, axes, True, weight_shape=weight.shape)
+    axes, shape = tuple(range(input.ndim - 1)), weight.shape
+    return LinearCall(find(weight), find(bias), input, -1, axes, True, False, False, shape, groups, ragged)
+
+
+def _matmul(find: Finder, input: Tensor, other: Tensor) -> Call | None:
+    if find(input) is not None or other.ndim != 2:  # noqa: PLR2004
+        return None
+    return LinearCall(find(other), None, input, -1, tuple(range(input.ndim - 1)), True, transposed=True)
 
 
 def _addmm(
@@ -349,10 +382,7 @@ def _convolution(
 ) -> Call | None:
     if find(input) is not None or input.ndim != dimensions + 2:
         return None
-
-    def each(value: Any) -> tuple[int, ...]:
-        return (int(value),) * dimensions if isinstance(value, int) else tuple(value) * (dimensions // len(value))
-
+    each = partial(_each, dimensions)
     kernel, spread = tuple(weight.shape[2:]), each(dilation)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
@@ -362,6 +392,32 @@ def _convolution(
     return ConvolutionCall(
         find(weight), find(bias), input, 1, (0,), True, False, kernel, each(stride), pads, spread, groups
     )
+
+
+def _each(dimensions: int, value: Any) -> tuple[int, ...]:
+    return (int(value),) * dimensions if isinstance(value, int) else tuple(value) * (dimensions // len(value))
+
+
+def _transposed_convolution(
+    dimensions: int,
+    find: Finder,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> tuple[Call, ...] | None:
+    if find(input) is not None or input.ndim != dimensions + 2:
+        return None
+    each = partial(_each, dimensions)
+    pads = tuple((p, p - more) for p, more in zip(each(padding), each(output_padding), strict=True))
+    shape = (tuple(weight.shape[2:]), each(stride), pads, each(dilation), groups)
+    call = TransposedConvolutionCall(find(weight), None, input, 1, (0,), False, False, *shape)
+    out = (weight.shape[1] * groups, *[1] * dimensions)
+    return call, BroadcastCall(find(bias), None, input.new_empty(0), shape=torch.Size(out))
 
 
 def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -419,12 +475,18 @@ def _broadcast_call(find: Finder, parameter: Tensor, value: Tensor, out: tuple[i
     return BroadcastCall(rows, None, value, -1, axes, scales=scales, shape=parameter.shape)
 
 
+PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm})
+
 RULES: dict[Any, Rule] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     F.conv1d: partial(_convolution, 1),
     F.conv2d: partial(_convolution, 2),
     F.conv3d: partial(_convolution, 3),
+    F.conv_transpose1d: partial(_transposed_convolution, 1),
+    F.conv_transpose2d: partial(_transposed_convolution, 2),
+    F.conv_transpose3d: partial(_transposed_convolution, 3),
+    **dict.fromkeys(PRODUCTS, _matmul),
     F.embedding: _embedding,
     **{norm: partial(_normalisation, norm) for norm in (F.layer_norm, F.rms_norm, F.batch_norm, F.group_norm)},
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), partial(_broadcast, False)),
@@ -444,8 +506,8 @@ def register_rule(function: Callable[..., Any], rule: Rule) -> None:
     Args:
         function: The function.
         rule: Takes ``find`` and then the function's arguments. ``find(argument)`` gives the :class:`ParameterRows` of a
-            parameter, and None for anything else. The rule returns a :class:`Call`, or None to leave this call to the
-            general path.
+            parameter, and None for anything else. The rule returns a :class:`Call`, or several that have one output, or
+            None to leave this call to the general path.
 
     Raises:
         ConfigurationError: The function has another rule already.

@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_leaves
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, tensors_in
-from laplace_plus.network.calls import RULES, Call, EmbeddingCall, LinearCall, ParameterRows
+from laplace_plus.network.calls import PRODUCTS, RULES, Call, EmbeddingCall, LinearCall, ParameterRows
 from laplace_plus.network.network import Network
+from laplace_plus.network.recurrent import RECURRENT, written_out
 from laplace_plus.network.selection import layer_of
 
 # glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
@@ -48,6 +49,8 @@ _attention_body = types.FunctionType(
 _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 _SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
+
+_TRANSPOSING = frozenset({torch.t, Tensor.t, torch.transpose, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]
 
 _SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.expand})
 """Functions through which a table that is the same for all examples meets what differs between them."""
@@ -115,6 +118,7 @@ class _Recorder(TorchFunctionMode):
     Attributes:
         rows: By a tensor's id, what it is of which parameter. As ids are only unique among living tensors, ``alive``
             holds on to them.
+        transposes: By the id of a transpose, the matrix that is a parameter.
         calls: The recorded calls.
         uses: Names of all parameters in the order of their use.
         uncovered: Selected parameters with a use that no rule describes.
@@ -134,6 +138,7 @@ class _Recorder(TorchFunctionMode):
         self.rows: dict[int, ParameterRows] = {}
         for name, tensor in parameters.items():
             self.rows[id(tensor)] = _whole(name)
+        self.transposes: dict[int, Tensor] = {}
         self.calls: list[Call] = []
         self.uses: list[str] = []
         self.uncovered: set[str] = set()
@@ -159,7 +164,7 @@ class _Recorder(TorchFunctionMode):
 
     def find(self, value: Any) -> ParameterRows | None:
         """What a tensor is of which parameter; None for anything else."""
-        return self.rows.get(id(value))
+        return None if id(value) in self.transposes else self.rows.get(id(value))
 
     def see(self, name: str, tensor: Tensor) -> Tensor:
         """What a module of a sharded network gets for a parameter while that is whole; it is known by its name."""
@@ -177,9 +182,15 @@ class _Recorder(TorchFunctionMode):
                     return _attention_body(*args, **kwargs)
             finally:
                 self.packed = packed
+        if self.transposes and func in PRODUCTS and id(args[-1]) in self.transposes:  # x Wᵀ
+            func, args = F.linear, (args[0], self.transposes[id(args[-1])])
         tensors = tensors_in((args, kwargs) if kwargs else args)
         used = tuple(filter(None, map(self.rows.get, map(id, tensors))))
-        output = func(*args, **kwargs)
+        output, known = None, len(self.uses)
+        if func in RECURRENT and not kwargs and not self.wanted.isdisjoint(map(_NAME, used)):
+            output = written_out(func, args, self._note_map)
+            used = tuple(rows for rows in used if rows.name not in self.uses[known:])  # such as a learnt first state
+        output = func(*args, **kwargs) if output is None else output
         made = tensors_in(output)  # none by queries such as .shape
         if self.tables and made:
             self._note_tables(func, tensors, kwargs, output)
@@ -202,43 +213,54 @@ class _Recorder(TorchFunctionMode):
                 self.alive.append(rows)
                 start += rows.shape[0]
             return
-        call: Call | None = None
-        names = {*map(_NAME, used)}
+        own = args[0] if args and func in _TRANSPOSING and self.find(args[0]) == _whole(used[0].name) else None
+        if own is not None and own.ndim == 2 and output.shape + output.stride() == own.T.shape + own.T.stride():  # noqa: PLR2004
+            self.transposes[id(output)], self.rows[id(output)] = own, used[0]
+            self.alive.append(output)
+            return
+        calls, names = None, {*map(_NAME, used)}
         if func in RULES:
             try:
                 with nullcontext() if self.keep_graph else torch.no_grad():
-                    call = RULES[func](self.find, *args, **kwargs)
+                    found = RULES[func](self.find, *args, **kwargs)
+                calls = [found] if isinstance(found, Call) else found
                 # Rules do not describe a parameter in another argument, such as a learnt query that is normalised.
-                if call is not None and not names.issubset(map(_NAME, call.rows)):
-                    call = None
+                if calls is not None and not names.issubset(rows.name for call in calls for rows in call.rows):
+                    calls = None
             except torch.OutOfMemoryError:
                 raise
             except (*NETWORK_ERRORS, ArithmeticError) as error:  # not what a signal handler raises
                 what = f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}"
-                expected, got = "a rule that returns a Call or None", type(error).__name__
+                expected, got = "a rule that returns a Call, several or None", type(error).__name__
                 fix = "Correct the rule that was given to laplace_plus.curvature.register_rule."
                 raise ConfigurationError(what, expected=expected, got=got, fix=fix) from error
         self.uses += map(_NAME, used)
-        if call is not None:
+        for call in calls or ():
             call.weight = call.weight if call.weight is None or call.weight.name in self.wanted else None
             call.bias = call.bias if call.bias is None or call.bias.name in self.wanted else None
-            if not call.rows:
-                return
-        if not torch.is_grad_enabled() or (call is None and func in _DETACHING):  # no gradient will be asked for
+        calls = calls and [call for call in calls if call.rows]
+        if calls == []:
+            return
+        if not torch.is_grad_enabled() or (calls is None and func in _DETACHING):  # no gradient will be asked for
             self.cuts_off = True
-        elif call is None or torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transforms
+        elif calls is None or torch._C._functorch.is_functorch_wrapped_tensor(output):  # within torch.func's transforms
             self.uncovered |= self.wanted & names
         else:
-            call.edge, call.packed = get_gradient_edge(output), self.packed
-            call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
-            if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
-                call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
-            if not self.keep_graph:
-                call.value = call.value.detach()
-            self.calls.append(call)
-            if isinstance(call, EmbeddingCall) and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
-                self.tables[id(output)] = [call]
-                self.alive.append(output)
+            for call in calls:
+                call.edge, call.packed = get_gradient_edge(output), self.packed
+                call.output_shape, call.output_like = output.shape, {"dtype": output.dtype, "device": output.device}
+                if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
+                    call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
+                if not self.keep_graph:
+                    call.value = call.value.detach()
+                self.calls.append(call)
+                if isinstance(call, EmbeddingCall) and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
+                    self.tables[id(output)] = [call]
+                    self.alive.append(output)
+
+    def _note_map(self, output: Tensor, *linear: Any) -> None:
+        """Note a linear map of a function that is written out, by a tensor that has its output's gradient."""
+        self._note_use(F.linear, tuple(filter(None, map(self.find, linear[1:3]))), linear, {}, output)
 
     def _note_tables(self, func: Any, tensors: list[Tensor], kwargs: Any, output: Any) -> None:
         for tensor in tensors:

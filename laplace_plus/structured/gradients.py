@@ -42,6 +42,9 @@ _SIDES = 8 * MIB
 
 _EVERY = slice(None)
 
+_TINY = 4096
+"""Matrices of fewer entries are rotated by one product for all examples: 3 times as fast for 4 groups of 64 × 5."""
+
 _ENTRY = 10
 """Multiply-adds of a large matrix product in the time of one operation entry by entry within the caches (float32)."""
 
@@ -127,8 +130,9 @@ class ExampleGradients(ABC):
         results = []
         for _, values in self.chunks():
             flat = values.flatten(2).transpose(0, 1)  # [b, V, p]
-            if mode == "diagonal":
-                results.append(flat.square() @ weights.flatten())
+            if mode == "diagonal" or self.n_cotangents == 1:
+                squares = flat.square() @ weights.flatten()
+                results.append(squares if mode == "diagonal" else squares[:, :, None])
             else:
                 results.append((flat * weights.flatten()) @ flat.mT)
         return torch.cat(results)
@@ -136,7 +140,10 @@ class ExampleGradients(ABC):
     def in_basis(self, left: Any, right: Any) -> ExampleGradients:
         """The gradients ``Lᵀ P R``, for ``L [G, o, ·]`` and ``R [G or 1, i, ·]``; None for the identity."""
         values = self.dense(slice(0, self.n_examples))
-        values = values if left is None else left.to(values.dtype).mT @ values
+        if left is not None and self.shape[1] * self.shape[2] < _TINY:
+            values = times(values.movedim(-1, 2), left).movedim(2, -1).contiguous()
+        elif left is not None:
+            values = left.to(values.dtype).mT @ values
         return DenseGradients(values if right is None else values @ right.to(values.dtype))
 
     def project(self, matrices: Tensor) -> Tensor:
@@ -273,7 +280,9 @@ class OuterGradients(ExampleGradients):
         left, right = self.left(examples), self.right(examples)
         if self.n_positions == 1:
             return left.squeeze(2).unsqueeze(-1) * right.squeeze(1).unsqueeze(-2)
-        return torch.einsum("vbsgo,bsgi->vbgoi", left, right.expand(-1, -1, self.shape[0], -1))
+        if right.shape[2] == 1:  # one product for all groups
+            return (left.flatten(3).mT @ right.squeeze(2)).unflatten(2, left.shape[3:])
+        return torch.einsum("vbsgo,bsgi->vbgoi", left, right)
 
     @override
     def total(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.gradients import MIB, ExampleGradients, slices
 from laplace_plus.structured.gram_sum import DiagonalSum, GramSum, LimitedSum, by_squares, combine, formed
 from laplace_plus.structured.log_determinants import log_determinant
 
@@ -128,9 +128,11 @@ class KroneckerBlock(EigenBlock):
         self._spectrum = self._form = None
         parts: list[Any] = gradients.by_component(components, self.n_components)
         for total, part in zip(self.left_sums, parts, strict=True):
-            left = part.expand_left(part.raw_left)  # [V, B, S, G, o]
-            left = left.sum(2, keepdim=True, dtype=total.dtype) if summed else left
-            total.add_rows(left.flatten(0, 2).movedim(1, 0))
+            each = part.n_cotangents * part.n_positions * total.groups * total.size * total.dtype.itemsize
+            for examples in slices(part.n_examples, each, 256 * MIB):  # patches take more memory than what they are of
+                left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, G, o]
+                left = left.sum(2, keepdim=True, dtype=total.dtype) if summed else left
+                total.add_rows(left.flatten(0, 2).movedim(1, 0))
 
     @override
     def add_(self, other: Block) -> None:

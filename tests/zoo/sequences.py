@@ -163,21 +163,18 @@ def llama() -> nn.Module:
     )
 
 
-_RECURRENT = ("recurrent.*",)
-
 NETWORKS = [
-    Architecture("lstm", partial(Recurrent, nn.LSTM), tokens(4), 3, weights("head"), _RECURRENT),
+    Architecture("lstm", partial(Recurrent, nn.LSTM), tokens(4), 3, weights("head")),
     Architecture(
         "lstm_two_layers",
         partial(Recurrent, nn.LSTM, num_layers=2, bidirectional=True, dropout=0.2, proj_size=0),
         tokens(3),
         3,
         weights("head"),
-        _RECURRENT,
     ),
-    Architecture("gru", partial(Recurrent, nn.GRU, bidirectional=True), tokens(4), 3, weights("head"), _RECURRENT),
-    Architecture("rnn", partial(Recurrent, nn.RNN), tokens(4), 3, weights("head"), _RECURRENT),
-    Architecture("cells", Cells, normal(3, 3), 2, weights("head"), ("first.*", "second.*", "start")),
+    Architecture("gru", partial(Recurrent, nn.GRU, bidirectional=True), tokens(4), 3, weights("head")),
+    Architecture("rnn", partial(Recurrent, nn.RNN), tokens(4), 3, weights("head")),
+    Architecture("cells", Cells, normal(3, 3), 2, weights("head"), ("start",)),
     Architecture("transformer_encoder", TransformerClassifier, padded(5), 3, weights("head"), ("position",)),
     Architecture(
         "transformer_encoder_time_first",

@@ -195,8 +195,8 @@ NETWORKS = [
         ("*.cls_token", "*.position_embeddings"),
         as_mapping=True,
     ),
-    Architecture("unet", UNet, normal(1, 4, 4), 2, weights("out"), ("up.*",), (4, 4), lp.Categorical(output_axis=1)),
+    Architecture("unet", UNet, normal(1, 4, 4), 2, weights("out"), ("up.bias",), (4, 4), lp.Categorical(output_axis=1)),
     Architecture("unet_channels_last", partial(UNet, True, True), normal(1, 4, 4), 2, weights("out"), (), (4, 4)),
-    Architecture("generator", generator, normal(4, 2, 2), 2, weights("8"), ("0.*", "2.*", "5.*"), (), lp.Gaussian(0.7)),
+    Architecture("generator", generator, normal(4, 2, 2), 2, weights("8"), ("0.bias", "5.bias"), (), lp.Gaussian(0.7)),
     Architecture("volumes", volumes, normal(1, 4, 4, 4), 3, weights("8"), ("1.*", "5.*", "6.*")),
 ]
