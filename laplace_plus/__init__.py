@@ -23,6 +23,7 @@ from laplace_plus import (
 )
 from laplace_plus._version import __version__
 from laplace_plus.applications import constraints, plotting, reconstruction, serving, uses
+from laplace_plus.applications.abstention import AbstentionRule, abstain
 from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
 from laplace_plus.applications.conformal import ConformalPosterior, conformalize
 from laplace_plus.applications.distances import FeatureDistance
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from laplace_plus.integrations.curvlinops import Curvlinops
 
 __all__ = [
+    "AbstentionRule",
     "Auto",
     "BackPack",
     "Backend",
@@ -88,6 +90,7 @@ __all__ = [
     "Validation",
     "VariationalBound",
     "__version__",
+    "abstain",
     "at_last_token",
     "calibrate",
     "conformalize",

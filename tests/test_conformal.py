@@ -207,3 +207,149 @@ def test_what_cannot_be_conformal_is_refused(tmp_path):
     several = lp.KFAC(net, "binary").fit([(x, (x > 0).double())])
     with pytest.raises(UnsupportedError, match="binary"):
         lp.conformalize(several, [(x, (x > 0).double())])
+
+
+# -- streams that drift ------------------------------------------------------------------------------------------------
+
+
+def stream(kind, generator, n=6000):
+    """Outputs and targets whose spread or labels change for good, and back, and change slowly."""
+    t = torch.arange(n) / n
+    if kind == "numbers":
+        f = torch.randn(n, 2, generator=generator, dtype=torch.float64)
+        spread = torch.where((t > 0.2) & (t < 0.4), 6.0, 1 + 4 * (t - 0.6).clamp_min(0))
+        return f, f + spread[:, None] * torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    logits, labels = classes(n, generator)
+    other = torch.randint(0, 4, (n,), generator=generator)
+    return logits, torch.where(torch.rand(n, generator=generator) < t, other, labels)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("numbers", 1), ("numbers", 40), ("classes", 20)])
+def test_coverage_of_a_stream_is_the_level_in_the_long_run(kind, rows):
+    """Gibbs and Candès' bound, (1 + rate B) / (rate T), holds for every stream; thresholds that stay miss far more."""
+    generator, rate, level = torch.Generator().manual_seed(0), 0.05, 0.9
+    f, y = stream(kind, generator, 300 if rows == 1 else 4000)
+    posterior = Known(lp.Gaussian() if kind == "numbers" else lp.Categorical())
+    known, first = (f[:200], y[:200]) if kind == "classes" else (f[:200], f[:200] + torch.randn(200, 2).double())
+    now = still = lp.conformalize(posterior, [(known, first)], level=level)
+
+    def missed(conformal, x, target):
+        if kind == "classes":
+            return ~conformal.predict_set(x).gather(1, target[:, None])
+        low, high = conformal.interval(x)
+        return (target < low) | (target > high)
+
+    errors, fixed = [], []
+    for x, target in zip(f.split(rows), y.split(rows), strict=True):
+        errors.append(missed(now, x, target))
+        fixed.append(missed(still, x, target))
+        now = now.adapt(x, target, rate=rate)
+    share = torch.cat(errors).double().mean(0)
+    assert (share - (1 - level)).abs().max() <= (1 + rate * rows) / (rate * len(f)) + 1e-12
+    assert torch.cat(fixed).double().mean() > (0.25 if kind == "numbers" else 0.14) and len(now.scores) == 200
+
+
+def test_a_stream_without_a_drift_keeps_the_threshold_of_its_latest_scores():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = classes(300, generator)
+    made = lp.conformalize(Known(lp.Categorical()), [(logits[:200], labels[:200])])
+    moved = made.adapt(logits[200:], labels[200:], rate=1e-9)
+    again = lp.conformalize(Known(lp.Categorical()), [(logits[100:], labels[100:])])
+    assert torch.equal(moved.thresholds, again.thresholds) and made.current is None
+    low = made.adapt(logits[200:], logits[200:].argmax(1), rate=1.0)  # all held: a level below 0 holds nothing
+    assert not low.predict_set(logits).any() and low.adapt(logits[:90], labels[:90], rate=1.0).predict_set(logits).all()
+    with pytest.raises(UnsupportedError, match="groups"):
+        lp.conformalize(Known(lp.Categorical()), [(logits, labels)], by="class").adapt(logits, labels)
+
+
+def test_a_stream_goes_on_after_loading(tmp_path):
+    posterior, net, x, y = fitted("regression")
+    made = lp.conformalize(posterior, [(x[30:], y[30:])], level=0.8).adapt(x[:5], y[:5])
+    made.save(tmp_path / "stream")
+    loaded = lp.load(tmp_path / "stream", net)
+    assert torch.equal(loaded.adapt(x[5:9], y[5:9]).thresholds, made.adapt(x[5:9], y[5:9]).thresholds)
+
+
+# -- networks alone, noise, serving ------------------------------------------------------------------------------------
+
+
+def test_a_network_alone_has_sets_and_intervals():
+    _, net, x, y = fitted()
+    net.requires_grad_(False)
+    made = lp.conformalize(net, [(x, y)], likelihood="classification")
+    known = lp.conformalize(Known(lp.Categorical()), [(net(x), y)])
+    assert torch.equal(made.predict_set(x), known.predict_set(net(x)))
+    y = torch.randn(60, 3).double()
+    made = lp.conformalize(net, [(x, y)], likelihood="regression", level=0.8)
+    residual = lp.conformalize(net, [(x, y)], likelihood="regression", level=0.8, score="residual")
+    for own, other in zip(made.interval(x), residual.interval(x), strict=True):
+        torch.testing.assert_close(own, other)
+    noise = (net(x) - y).square().mean(0).sqrt()  # fitted, not one
+    torch.testing.assert_close(made.predictive(x).std, noise.expand(60, 3))
+    with pytest.raises(ConfigurationError, match="likelihood="):
+        lp.conformalize(net, [(x, y)])
+    with pytest.raises(ConfigurationError, match="is not saved"):
+        made.save("nowhere")
+
+
+def test_intervals_of_a_learnt_noise_are_narrow_where_the_noise_is_small():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(1800, 1, generator=generator).double()
+    y = x + (0.1 + 2 * x) * torch.randn(1800, 1, generator=generator).double()
+    line = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        _ = line.weight.fill_(1.0), line.bias.zero_()
+    posterior = lp.Full(line, lp.Gaussian(1.0), prior_precision=100.0).fit([(x[:300], y[:300])])
+    noisy = lp.learn_noise(posterior, [(x[:300], y[:300])])
+    for score, closest in (("scaled", 0.05), ("quantile", 0.05), ("residual", 0.1)):
+        low, high = lp.conformalize(noisy, [(x[300:900], y[300:900])], score=score).interval(x[900:])
+        held = ((low <= y[900:]) & (y[900:] <= high)).double()
+        small = x[900:] < 0.3
+        gap = float((held[small].mean() - 0.9).abs())
+        assert gap < closest if score != "residual" else gap > 0.08
+
+
+def test_a_missing_binary_label_does_not_count():
+    f = torch.tensor([[2.0], [2.0], [-2.0]]).double()
+    y = torch.tensor([[1.0], [math.nan], [0.0]]).double()
+    made = lp.conformalize(Known(lp.Bernoulli()), [(f, y)], level=0.5)
+    assert len(made.scores) == 2 and float(made.thresholds) == pytest.approx(
+        1 - torch.sigmoid(torch.tensor(2.0)).item()
+    )
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "score", "by"),
+    [
+        ("classification", "threshold", None),
+        ("classification", "threshold", "class"),
+        ("binary", "threshold", None),
+        ("regression", "scaled", None),
+        ("regression", "residual", None),
+        ("regression", "quantile", None),
+    ],
+)
+def test_frozen_sets_and_intervals_are_those_of_the_posterior(likelihood, score, by):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1 if likelihood == "binary" else 2)).double()
+    x = torch.randn(60, 3).double()
+    y = {"classification": torch.randint(0, 2, (60,)), "binary": torch.randint(0, 2, (60, 1)).double()}
+    posterior = lp.KFAC(net, likelihood, parameters="last_layer")
+    y = y.get(likelihood, torch.randn(60, 2).double())
+    made = lp.conformalize(posterior.fit([(x[:30], y[:30])]), [(x[30:], y[30:])], score=score, by=by, level=0.8)
+    frozen = lp.freeze(made)
+    served = torch.export.export(frozen, (x,), strict=False).module() if by or score == "scaled" else frozen
+    prediction, *found = served(x)
+    torch.testing.assert_close(prediction.mean, made.predictive(x).mean)
+    wanted = made.interval(x) if likelihood == "regression" else [made.predict_set(x)]
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_what_cannot_be_frozen_is_refused():
+    posterior, net, x, y = fitted()
+    data = [(x[30:], y[30:])]
+    calibrated = lp.calibrate(net, data, likelihood="classification")
+    for made in (lp.conformalize(posterior, data, score="adaptive"), lp.conformalize(calibrated, data)):
+        with pytest.raises(UnsupportedError, match="frozen"):
+            made.freeze(x)

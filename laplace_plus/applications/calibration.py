@@ -14,8 +14,9 @@ Leverages of the last layer alone are lower bounds, so the losses come out too l
 not used, and predictions are the network's own. Networks that interpolate their training data are refused: gradients
 vanish there, and leaving out is blind.
 
-Held-out data make the Gaussian over outputs ``N(A f + b, A V Aᵀ)``, with the least mean loss of their targets (Guo et
-al., 2017). ``A`` is ``I/T`` with ``b = 0`` (``"temperature"``), diagonal (``"vector"``) or any matrix (``"matrix"``).
+Held-out data make the Gaussian over outputs ``N(A f + b, s A V Aᵀ)``, with the least mean loss of their targets (Guo et
+al., 2017). ``A`` is ``I/T`` with ``b = 0`` (``"temperature"``), diagonal (``"vector"``) or any matrix (``"matrix"``), s
+1, .1, .01 or 0: the network alone. The loss is no larger than the posterior's, and a temperature's of the network.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any, Literal
 
 import scipy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_plus import checks
+from laplace_plus.applications.mixtures import Ensemble, predictor
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -85,7 +87,7 @@ class CalibratedPosterior:
     """A posterior whose outputs are divided by a temperature, or whose covariance is scaled; see :func:`calibrate`.
 
     Args:
-        posterior: The posterior, at the prior precision that its covariance is to have.
+        posterior: The posterior, at the prior precision that its covariance is to have; or a network's ``Ensemble``.
         temperature: Divides the outputs.
         covariance_scale: Multiplies their covariance.
         link: The default of :meth:`predictive`.
@@ -96,7 +98,7 @@ class CalibratedPosterior:
     All arguments are attributes.
     """
 
-    posterior: Posterior
+    posterior: Any
     _: KW_ONLY
     temperature: float
     covariance_scale: float
@@ -108,6 +110,11 @@ class CalibratedPosterior:
     def __repr__(self) -> str:
         scales = f"temperature={self.temperature:.4g}, covariance_scale={self.covariance_scale:.4g}"
         return f"CalibratedPosterior({self.posterior!r}, {scales})"
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of the posterior."""
+        return self.posterior.likelihood
 
     def __copy__(self) -> CalibratedPosterior:
         return replace(self, posterior=copy.copy(self.posterior))
@@ -137,11 +144,13 @@ class CalibratedPosterior:
 
         Without a covariance, every link gives ``p(y | f/T)``, at the cost of a forward pass.
         """
-        likelihood = self.posterior.likelihood
+        likelihood = self.likelihood
         link = self.link if link is None else link
         checks.choice("link", link, likelihood.links)
         if self.covariance_scale == 0:
             link, mean = "probit", _outputs(self.posterior, x) / self.temperature
+            if self.weight is not None and self.bias is not None:
+                mean = _scaled(mean, torch.zeros_like(mean), self.weight, self.bias).mean
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
         else:
             needed = None if joint or self.weight is not None else outputs_for(link, self.posterior.n_outputs)
@@ -155,10 +164,11 @@ class CalibratedPosterior:
 
 
 def calibrate(
-    posterior: Posterior,
+    posterior: Posterior | nn.Module,
     data: Iterable[Any] | None = None,
-    method: Literal["leave_one_out", "temperature", "vector", "matrix"] = "leave_one_out",
+    method: Literal["leave_one_out", "temperature", "vector", "matrix"] | None = None,
     *,
+    likelihood: Any = None,
     training_prior_precision: float | Tensor | None = None,
     weight_decay: float | None = None,
     kappa: float = 2.0,
@@ -177,9 +187,11 @@ def calibrate(
     Args:
         posterior: A fitted Gaussian posterior of a classifier, which is not changed. Its prior precision is not used.
         data: The training data, by default those of the fit; for other methods held-out data.
-        method: ``"leave_one_out"``; or to scale outputs by held-out data, with one number (``"temperature"``), with two
-            for each output (``"vector"``), or with a matrix (``"matrix"``, for up to 64 outputs). Any classifier then
-            does, and of the arguments below only ``link``, ``n_samples``, ``generator`` and ``progress`` are taken.
+        method: ``"leave_one_out"``, the default of posteriors; or to scale outputs by held-out data, with one number
+            (``"temperature"``, the default of networks), with two for each output (``"vector"``), or with a matrix
+            (``"matrix"``, for up to 64 outputs). Any classifier then does, and of the arguments below only ``link``,
+            ``n_samples``, ``generator`` and ``progress`` are taken.
+        likelihood: That of a bare network in place of a posterior: ``"classification"`` or ``"binary"``.
         training_prior_precision: ``α₀`` for the loss summed over the data: 0-d, ``[G]`` or ``[P]``.
         weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (not AdamW) with the *mean* loss. Then
             ``α₀ = N · weight_decay``, where N counts the terms of the mean: examples or positions that are not ignored,
@@ -223,12 +235,16 @@ def calibrate(
         >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
         ('temperature', True)
     """
+    alone = isinstance(posterior, nn.Module)
+    posterior = predictor(posterior, likelihood)
+    method = method or ("temperature" if alone else "leave_one_out")
     checks.choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
-    kind: Any = GaussianPosterior if method == "leave_one_out" else Posterior
+    kind: Any = GaussianPosterior if method == "leave_one_out" else Ensemble if alone else Posterior
     if not isinstance(posterior, kind):
         expected, got = f"a fitted {kind.__name__}, such as lp.KFAC", type(posterior).__name__
         raise ConfigurationError("This cannot be calibrated.", expected=expected, got=got)
-    posterior.require_fit()
+    if not alone:
+        posterior.require_fit()
     if not posterior.likelihood.is_classifier:
         what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
         fix = 'Use fit_prior_precision("leave_one_out"), which tunes precision and noise.'
@@ -289,11 +305,12 @@ def calibrate(
 
 
 @full_precision
-def _outputs(posterior: Posterior, x: Any) -> Tensor:
+def _outputs(posterior: Any, x: Any) -> Tensor:
     """The network's outputs ``[B, *, C]``, in at least float32."""
-    posterior.require_fit()
+    if not isinstance(posterior, Ensemble):
+        posterior.require_fit()
     outputs = posterior.network.forward(posterior.network.receive(x))
-    require_outputs(outputs.shape, posterior.n_outputs, x)
+    require_outputs(outputs.shape, getattr(posterior, "n_outputs", outputs.shape[-1]), x)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
@@ -337,7 +354,7 @@ def _scaled(mean: Tensor, covariance: Tensor, weight: Tensor, bias: Tensor) -> F
 
 
 def _scaled_by(
-    posterior: Posterior,
+    posterior: Any,
     data: Iterable[Any],
     method: Literal["temperature", "vector", "matrix"],
     *,
@@ -346,63 +363,76 @@ def _scaled_by(
     generator: torch.Generator | None,
     progress: bool,
 ) -> CalibratedPosterior:
-    """The posterior with scaled outputs; arguments, errors and warnings as of :func:`calibrate`."""
-    likelihood, size = posterior.likelihood, posterior.n_outputs
-    link = link or posterior.link or likelihood.links[0]
+    """The posterior, or the network alone, with scaled outputs; all else as of :func:`calibrate`."""
+    likelihood, alone, parts = posterior.likelihood, isinstance(posterior, Ensemble), list[tuple[Tensor, ...]]()
+    link = link or getattr(posterior, "link", None) or likelihood.links[0]
     checks.choice("link", link, likelihood.links)
-    checks.number("The number of outputs of a matrix", size if method == "matrix" else 1, most=64)
-    parts = []
     for batch in iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}"):
-        mean, covariance = posterior.functional_posterior(batch.inputs, generator=generator)
+        raw = _outputs(posterior, batch.inputs)
+        mean, covariance = raw, torch.zeros_like(raw)
+        if not alone:
+            mean, covariance = posterior.functional_posterior(batch.inputs, generator=generator)
         likelihood.validate(mean, batch.target)
         flat, targets, weight = likelihood.rows(mean.double(), batch.target)
-        parts.append((flat, covariance.double().reshape(len(flat), flat.shape[1], -1), targets, weight))
-    mean, covariance, targets, weight = (torch.cat(column) for column in zip(*parts, strict=True))
+        covariance = covariance.double().reshape(*flat.shape, *covariance.shape[mean.dim() :])
+        parts.append((flat, covariance, raw.double().reshape(flat.shape), targets, weight))
+    mean, covariance, raw, targets, weight = (torch.cat(column) for column in zip(*parts, strict=True))
+    size = mean.shape[1]
     checks.positive("The number of targets that count", float(weight.sum()))
-    first = {"temperature": mean.new_zeros(1), "vector": mean.new_ones(size), "matrix": torch.eye(size).to(mean)}
-    bias = mean.new_zeros(size)
-    free = [first[method]] if method == "temperature" else [first[method], bias]
+    checks.number("The number of outputs of a matrix", size if method == "matrix" else 1, most=64)
     seed = draw_seed(generator) if link == "mc" else 0
 
-    def factors() -> tuple[Tensor, Tensor]:
-        if method == "temperature":
-            return (-free[0]).exp().expand(size), bias
-        # What a matrix adds to all logits alike says nothing, but the link "probit" would use it to change variances.
-        shared = free[0].mean(0) if method == "matrix" and likelihood.couples_outputs else 0.0
-        return free[0] - shared, bias
-
-    def loss() -> Tensor:  # with common random numbers
+    def loss(scale: float, matrix: Tensor, bias: Tensor) -> Tensor:  # with common random numbers
         common = torch.Generator(device=mean.device).manual_seed(seed)
-        options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": common}
-        found = from_functional(likelihood, *_scaled(mean, covariance, *factors()), **options)
-        return -(found.log_prob(targets) * weight).sum() / weight.sum()
+        options: dict[str, Any] = {"link": link if scale else "probit", "n_samples": n_samples, "generator": common}
+        moved = _scaled(mean if scale else raw, scale * covariance, matrix, bias)
+        return -(from_functional(likelihood, *moved, **options).log_prob(targets) * weight).sum() / weight.sum()
 
-    def evaluate() -> float:
-        value = loss()
-        for own, slope in zip(free, torch.autograd.grad(value, free), strict=True):
-            own.grad = slope
-        return float(value.detach())
+    def fitted(method: Any, scale: float) -> tuple[Any, ...]:
+        first = {"temperature": mean.new_zeros(1), "vector": mean.new_ones(size), "matrix": torch.eye(size).to(mean)}
+        free, bias = [first[method]], mean.new_zeros(size)
+        free += [bias] if method != "temperature" else []
 
-    before = float(loss())
-    with torch.enable_grad():
-        for own in free:
-            own.requires_grad_()
-        limits: dict[str, Any] = {"max_iter": 200, "tolerance_grad": 1e-7, "tolerance_change": 1e-12}
-        torch.optim.LBFGS(free, line_search_fn="strong_wolfe", **limits).step(evaluate)
-        after = evaluate()
-    slope = max(float(own.grad.abs().max()) for own in free if own.grad is not None)
-    largest = float(factors()[0].detach().abs().max())
+        def factors() -> tuple[Tensor, Tensor]:
+            if method == "temperature":
+                return (-free[0]).exp().expand(size), bias
+            # What a matrix adds to all logits says nothing, but the link "probit" would change variances by it.
+            shared = free[0].mean(0) if method == "matrix" and likelihood.couples_outputs else 0.0
+            return free[0] - shared, bias
+
+        def evaluate() -> float:
+            value = loss(scale, *factors())
+            for own, slope in zip(free, torch.autograd.grad(value, free), strict=True):
+                own.grad = slope
+            return float(value.detach())
+
+        with torch.enable_grad():
+            for own in free:
+                own.requires_grad_()
+            limits: dict[str, Any] = {"max_iter": 200, "tolerance_grad": 1e-7, "tolerance_change": 1e-12}
+            torch.optim.LBFGS(free, line_search_fn="strong_wolfe", **limits).step(evaluate)
+            after = evaluate()
+        slope = max(float(own.grad.abs().max()) for own in free if own.grad is not None)
+        return after, method, scale, *(own.detach() for own in factors()), slope
+
+    own: Any = (float(not alone), mean.new_ones(size), mean.new_zeros(size))
+    before = float(loss(*own))
+    found = [(before, "temperature", *own, 0.0)]
+    found += [fitted("temperature", scale) for scale in ((0.0,) if alone else (1.0, 0.1, 0.01, 0.0))]
+    best = min(found, key=lambda one: round(one[0], 9))
+    if method != "temperature":
+        found = [*(fitted(method, scale) for scale in {best[2], 0.0}), best]
+        best = min(found, key=lambda one: round(one[0], 9))
+    after, rule, scale, matrix, bias, slope = best
+    largest = float(matrix.abs().max())
     converged = slope < 1e-4 and 1 / LARGEST < largest < LARGEST  # noqa: PLR2004
     if not converged:
-        message = f"Scaling by {method} ended at a factor of {largest:.3g}, with a derivative of {slope:.2g} nats."
+        message = f"Scaling by {rule} ended at a factor of {largest:.3g}, with a derivative of {slope:.2g} nats."
         warn(message, ConvergenceWarning)
-    temperature = 1 / largest if method == "temperature" else 1.0
+    temperature = 1 / largest if rule == "temperature" else 1.0
     report = CalibrationReport(
-        rule=method, fitted_temperature=temperature, calibrated_nll=after, held_out_nll=before, converged=converged
+        rule=rule, fitted_temperature=temperature, calibrated_nll=after, held_out_nll=before, converged=converged
     )
-    made = CalibratedPosterior(
-        copy.copy(posterior), temperature=temperature, covariance_scale=1.0, link=link, report=report
-    )
-    if method != "temperature":
-        made.weight, made.bias = (own.detach() for own in factors())
-    return made
+    known: dict[str, Any] = {"temperature": temperature, "covariance_scale": scale, "link": link, "report": report}
+    known |= {} if rule == "temperature" else {"weight": matrix, "bias": bias}
+    return CalibratedPosterior(copy.copy(posterior), **known)

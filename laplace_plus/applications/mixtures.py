@@ -272,6 +272,11 @@ class Ensemble:
     def __repr__(self) -> str:
         return f"Ensemble({len(self.networks)} networks, {self.likelihood!r})"
 
+    @property
+    def network(self) -> Network:
+        """The first one."""
+        return self.networks[0]
+
     def fit(self, data: Iterable[Any], *, progress: bool = False) -> Self:
         """Set Gaussian noise to the root mean square of the residuals of the networks' mean, one level an output.
 
@@ -317,6 +322,21 @@ class Ensemble:
         checks.generator(generator)
         outputs = self._outputs(inputs_of(batch) if x is None else x)
         return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
+
+
+def predictor(found: Any, likelihood: Any = None, data: Any = None) -> Any:
+    """What predicts, as it is; a bare network as an :class:`Ensemble` of it, with the noise of data for "regression".
+
+    ConfigurationError for a network without a likelihood, a posterior with one, and what does not predict.
+    """
+    alone = isinstance(found, nn.Module)
+    if alone == (likelihood is None) or not alone and not hasattr(found, "predictive"):
+        expected = 'a posterior, or a network with its likelihood, such as likelihood="classification"'
+        got = f"{type(found).__name__}, {likelihood=}"
+        raise ConfigurationError("This does not predict targets.", expected=expected, got=got)
+    model = Ensemble([found], likelihood) if alone else found
+    fits = data is not None and isinstance(likelihood, str) and model.likelihood.is_gaussian
+    return model.fit(data) if fits else model
 
 
 def _normals(distribution: Any) -> tuple[Tensor, Tensor, Tensor] | None:

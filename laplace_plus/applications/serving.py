@@ -203,6 +203,8 @@ def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> Froz
         UnsupportedError: Anything but a Gaussian posterior over a linear last layer, or the link ``"mc"``.
         ConfigurationError: Without ``x``, if the training data are not at hand; an unknown link.
     """
+    if hasattr(posterior, "freeze"):
+        return posterior.freeze(x, link)
     posterior.require_fit()
     network, link = posterior.network, link or posterior.link or posterior.likelihood.links[0]
     checks.choice("link", link, posterior.likelihood.links)

@@ -119,6 +119,9 @@ def state_dict(found: Any) -> dict[str, Any]:
     while is_dataclass(found) and not isinstance(found, type):
         outer: Any = found
         around, found = [replace(outer, posterior=None), *around], outer.posterior
+    if not hasattr(found, "require_fit"):
+        what, expected = f"{type(found).__name__} is not saved.", "a posterior of one network, perhaps calibrated"
+        raise ConfigurationError(what, expected=expected, fix="Save the networks, and build it on them again.")
     found.require_fit()
     posterior, backend = found, found.backend
     if backend_class(backend.name) is not type(backend):
