@@ -22,9 +22,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,54 +31,6 @@ from torch.special import entr
 from laplace_plus import checks
 from laplace_plus.errors import EmptyDataError, LabelError, NonFiniteError, UnsupportedError
 from laplace_plus.likelihoods.base import spread, widen
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _takes(*parts: str) -> Callable[[F], F]:
-    """Let a score take a prediction in place of its first arguments, which are these parts; and arrays as tensors."""
-
-    def decorate(score: F) -> F:
-        @wraps(score)
-        def taking(*given: Any, **options: Any) -> Any:
-            if given and _is_prediction(given[0]) and parts:
-                given, options = _of_prediction(parts, *given, **options)
-            options = {name: _tensor(value) for name, value in options.items()}
-            return score(*map(_tensor, given), **options)
-
-        return taking  # type: ignore[return-value]
-
-    return decorate
-
-
-def _is_prediction(value: Any) -> bool:
-    return hasattr(value, "functional_mean") and hasattr(value, "likelihood")
-
-
-def _tensor(value: Any) -> Any:
-    if _is_prediction(value):
-        return uncertainty(value)
-    return torch.as_tensor(value) if hasattr(value, "__array__") else value
-
-
-def _of_prediction(
-    parts: tuple[str, ...], prediction: Any, targets: Any, *rest: Any, **options: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a score that a prediction and its targets stand for."""
-    likelihood = prediction.likelihood
-    _, rows, share = likelihood.rows(prediction.functional_mean, _tensor(targets))
-    if likelihood.is_classifier:
-        columns = [likelihood.class_probabilities(prediction.mean)]
-        rows = rows if likelihood.couples_outputs else rows.reshape(-1)
-        share = share.repeat_interleave(len(columns[0]) // len(share))
-        if rows.dim() == 1:  # no soft labels, which scores refuse
-            share, rows = share * ~rows.isnan(), rows.nan_to_num(0).long()
-    else:
-        columns = [getattr(prediction, part).flatten(0, -2) for part in parts]
-    if (weight := options.pop("weight", None)) is not None:
-        weight = _tensor(weight).reshape(-1).to(share)
-        share = share * weight.repeat_interleave(len(share) // len(weight))
-    return (*columns, rows, *rest), {**options, "weight": share}
 
 
 def uncertainty(prediction: Any) -> Tensor:
@@ -101,8 +51,7 @@ def uncertainty(prediction: Any) -> Tensor:
 # -- classification ---------------------------------------------------------------------------------------------------
 
 
-@_takes("probabilities")
-def accuracy(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+def accuracy(probabilities: Any, targets: Any, weight: Tensor | None = None) -> Tensor:
     """Compute the fraction of the data whose most probable class is the target.
 
     Args:
@@ -121,29 +70,27 @@ def accuracy(probabilities: Tensor, targets: Tensor, weight: Tensor | None = Non
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
         tensor(0.5000)
     """
-    probabilities, targets = _check_classification(probabilities, targets)
+    probabilities, targets, weight = _check_classification(probabilities, targets, weight)
     return weighted_mean((probabilities.argmax(dim=1) == targets).float(), weight)
 
 
-@_takes("probabilities")
-def negative_log_likelihood(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+def negative_log_likelihood(probabilities: Any, targets: Any, weight: Tensor | None = None) -> Tensor:
     """Compute ``-1/N sum_n log p_n[y_n]``, in nats.
 
     It is infinite if one target has probability zero; probabilities are not clamped, because that would hide it.
     Arguments and errors as for :func:`accuracy`.
     """
-    probabilities, targets = _check_classification(probabilities, targets)
+    probabilities, targets, weight = _check_classification(probabilities, targets, weight)
     return weighted_mean(-probabilities.gather(1, targets[:, None])[:, 0].log(), weight)
 
 
-@_takes("probabilities")
-def brier_score(probabilities: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+def brier_score(probabilities: Any, targets: Any, weight: Tensor | None = None) -> Tensor:
     """Compute ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
 
     The sum runs over all classes, so that the score of a binary problem is twice the one of its single column.
     Arguments and errors as for :func:`accuracy`.
     """
-    probabilities, targets = _check_classification(probabilities, targets)
+    probabilities, targets, weight = _check_classification(probabilities, targets, weight)
     one_hot = torch.nn.functional.one_hot(targets, probabilities.shape[1])
     return weighted_mean((probabilities - one_hot).square().sum(dim=1), weight)
 
@@ -169,10 +116,7 @@ class ReliabilityCurve(NamedTuple):
         return (gaps * self.counts[filled]).sum() / self.counts.sum()
 
 
-@_takes("probabilities")
-def reliability_curve(
-    probabilities: Tensor, targets: Tensor, n_bins: int = 15, weight: Tensor | None = None
-) -> ReliabilityCurve:
+def reliability_curve(probabilities: Any, targets: Any, n_bins: int = 15, weight: Any = None) -> ReliabilityCurve:
     """Compare confidence and accuracy in bins of equal width, as a reliability diagram shows them.
 
     Bin ``m`` of ``M`` holds the predictions whose largest probability is in ``((m - 1)/M, m/M]`` (Guo et al., 2017), so
@@ -180,7 +124,7 @@ def reliability_curve(
 
     Arguments and errors as for :func:`accuracy`; ``n_bins`` is the number ``M`` of bins.
     """
-    probabilities, targets = _check_classification(probabilities, targets)
+    probabilities, targets, weight = _check_classification(probabilities, targets, weight)
     confidence, predicted = probabilities.max(dim=1)
     return binned(confidence, (predicted == targets).to(confidence), n_bins, weight)
 
@@ -197,10 +141,7 @@ def binned(confidence: Tensor, right: Tensor, n_bins: int = 15, weight: Tensor |
     return found._replace(counts=counts.round().long()) if weight is None else found
 
 
-@_takes("probabilities")
-def expected_calibration_error(
-    probabilities: Tensor, targets: Tensor, n_bins: int = 15, weight: Tensor | None = None
-) -> Tensor:
+def expected_calibration_error(probabilities: Any, targets: Any, n_bins: int = 15, weight: Any = None) -> Tensor:
     """Compute the mean distance of confidence and accuracy, ``sum_m n_m/N |accuracy_m - confidence_m|``.
 
     It is computed from the :func:`reliability_curve`, so that the two always agree. It differs from ``torchmetrics``
@@ -213,10 +154,7 @@ def expected_calibration_error(
     return reliability_curve(probabilities, targets, n_bins, weight).error
 
 
-@_takes()
-def ood_auroc(
-    scores_in: Tensor, scores_out: Tensor, weight_in: Tensor | None = None, weight_out: Tensor | None = None
-) -> Tensor:
+def ood_auroc(scores_in: Any, scores_out: Any, weight_in: Any = None, weight_out: Any = None) -> Tensor:
     """Compute the probability that an out-of-distribution input scores higher than one from the distribution.
 
     Ties count one half. Only the order of the scores matters, so they may be on any scale: entropies, variances, ....
@@ -243,10 +181,7 @@ def ood_auroc(
     return _like(scores_in, (share * (below + upto)).sum() / (2 * share.sum()))
 
 
-@_takes()
-def ood_fpr95(
-    scores_in: Tensor, scores_out: Tensor, weight_in: Tensor | None = None, weight_out: Tensor | None = None
-) -> Tensor:
+def ood_fpr95(scores_in: Any, scores_out: Any, weight_in: Any = None, weight_out: Any = None) -> Tensor:
     """Compute how many outliers pass the least threshold that lets 95 % of inputs from the distribution pass.
 
     An input passes whose score is at most the threshold. Arguments and errors as for :func:`ood_auroc`. The derivative
@@ -264,16 +199,13 @@ def ood_fpr95(
 # -- selective prediction ---------------------------------------------------------------------------------------------
 
 
-@_takes()
-def risk_coverage_curve(
-    uncertainty: Tensor, losses: Tensor, weight: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def risk_coverage_curve(uncertainty: Any, losses: Any, weight: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the coverages ``[N]`` up to each prediction, from the least uncertain on, their risks, and the weights.
 
     A risk is the mean loss of those up to there; arguments and errors as for :func:`area_under_risk_coverage`. All are
     float64, and of equal uncertainties each has the mean loss of these.
     """
-    _check_scores(uncertainty=uncertainty, losses=losses)
+    uncertainty, losses = _check_scores(uncertainty=uncertainty, losses=losses)
     _check_targets(uncertainty, losses)
     share, order = _weights(uncertainty, weight), uncertainty.argsort()
     _, group = uncertainty.unique(return_inverse=True)
@@ -283,8 +215,7 @@ def risk_coverage_curve(
     return reached / reached[-1], (share * mean).cumsum(0) / reached.clamp_min(1e-300), share
 
 
-@_takes()
-def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor, weight: Tensor | None = None) -> Tensor:
+def area_under_risk_coverage(uncertainty: Any, losses: Any, weight: Any = None) -> Tensor:
     """Compute ``1/N Σ_k r_k``, with the risk ``r_k``: the mean loss of the k predictions of least uncertainty (AURC).
 
     Of equal uncertainties it is the mean over all orders. With weights it is ``Σ_k w_k r_k / Σ_k w_k``.
@@ -310,8 +241,7 @@ def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor, weight: Tensor
     return _like(losses, (share * risks).sum() / share.sum())
 
 
-@_takes()
-def selective_risk(uncertainty: Tensor, losses: Tensor, coverage: float = 0.8, weight: Tensor | None = None) -> Tensor:
+def selective_risk(uncertainty: Any, losses: Any, coverage: float = 0.8, weight: Any = None) -> Tensor:
     """Compute the mean loss of the share ``coverage`` of predictions that are of least uncertainty.
 
     Of equal uncertainties, and of the one that is cut, a part counts. Arguments and errors as for
@@ -323,6 +253,7 @@ def selective_risk(uncertainty: Tensor, losses: Tensor, coverage: float = 0.8, w
         tensor(0.5000)
     """
     checks.number("coverage", coverage, above=0.0, most=1.0)
+    uncertainty, losses = _check_scores(uncertainty=uncertainty, losses=losses)
     _check_targets(uncertainty, losses)
     below, upto, share = _ranked(uncertainty, uncertainty, weight, weight)
     kept = ((coverage - below) / (upto - below).clamp_min(1e-300)).clamp(0, 1)
@@ -330,8 +261,7 @@ def selective_risk(uncertainty: Tensor, losses: Tensor, coverage: float = 0.8, w
     return _like(losses, _smoothed(share, kept, inside, width, losses.double()))
 
 
-@_takes()
-def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
+def ause(uncertainty: Any, error: Any) -> Tensor:
     """Compute that area for depth maps and images, relative to the mean error, from 100 shares that are removed.
 
     At shares 0, 0.01, …, 0.99 of largest uncertainty, or of largest error, it takes the mean error of the rest over
@@ -346,6 +276,7 @@ def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
 
     Errors as for :func:`area_under_risk_coverage`, and ConfigurationError for a negative error.
     """
+    uncertainty, error = _check_scores(uncertainty=uncertainty, error=error)
     gap = risk_coverage_curve(uncertainty, error)[1] - risk_coverage_curve(error, error)[1]
     mean = error.double().mean()
     checks.numbers("An absolute error", error, least=0.0)
@@ -353,11 +284,9 @@ def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
     return torch.trapezoid(gap[len(gap) - 1 - removed] / mean.clamp_min(1e-300), dx=0.01).float()
 
 
-def _ranked(
-    inside: Tensor, at: Tensor, weight: Tensor | None, weight_at: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ranked(inside: Any, at: Any, weight: Any, weight_at: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Which shares of the scores inside are below each score ``at [M]``, and at most it; and the weights of these."""
-    _check_scores(scores_in=inside, scores_out=at)
+    inside, at = _check_scores(scores_in=inside, scores_out=at)
     ordered, order = inside.detach().to(torch.promote_types(inside.dtype, at.dtype)).sort()
     total = torch.nn.functional.pad(_weights(inside, weight)[order].cumsum(0), (1, 0))
     below, upto = (total[torch.searchsorted(ordered, at.detach().to(ordered), right=right)] for right in (False, True))
@@ -375,21 +304,20 @@ def _smoothed(share: Tensor, kept: Tensor, inside: Tensor, width: float, losses:
     return (mean(kept) - ramp).detach() + ramp
 
 
-def _weights(scores: Tensor, weight: Tensor | None) -> Tensor:
-    if weight is None:
-        return torch.ones(len(scores), dtype=torch.float64, device=scores.device)
-    return checks.weights("weight", weight, scores.shape).to(scores.device, torch.float64)
+def _weights(scores: Tensor, weight: Any) -> Tensor:
+    found = torch.ones(len(scores)) if weight is None else checks.weights("weight", _tensor(weight), scores.shape)
+    return found.to(scores.device, torch.float64)
 
 
-def _like(scores: Tensor, value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(scores.dtype, torch.float32))
+def _like(scores: Any, value: Tensor) -> Tensor:
+    dtype = value.dtype if _is_prediction(scores) else _tensor(scores).dtype
+    return value.to(torch.promote_types(dtype, torch.float32))
 
 
 # -- regression -------------------------------------------------------------------------------------------------------
 
 
-@_takes("mean")
-def root_mean_squared_error(mean: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+def root_mean_squared_error(mean: Any, targets: Any, weight: Any = None) -> Tensor:
     """Compute ``sqrt(mean (mean - y)^2)``, in the units of the targets, over all entries.
 
     Args:
@@ -404,12 +332,12 @@ def root_mean_squared_error(mean: Tensor, targets: Tensor, weight: Tensor | None
         ConfigurationError: If the means are not floating-point numbers, or weights are invalid.
         LabelError: If the targets are of another shape.
     """
+    (mean,), targets, weight = _rows(mean, targets, weight, "mean")
     mean, targets = _check_regression(mean, targets)
     return weighted_mean((mean - targets).square(), weight, ~targets.isnan()).sqrt()
 
 
-@_takes("mean", "variance")
-def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+def gaussian_nll(mean: Any, variance: Any = None, targets: Any = None, weight: Any = None) -> Tensor:
     """Compute the mean of ``(log(2 pi v) + (y - m)^2 / v) / 2``, in nats per scalar, over all entries.
 
     Args:
@@ -422,20 +350,19 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor
         ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
         LabelError: If the targets are of another shape.
     """
-    mean, variance, targets = _check_moments(mean, variance, targets)
+    mean, variance, targets, weight = _check_moments(mean, variance, targets, weight)
     densities = math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance
     return 0.5 * weighted_mean(densities, weight, ~targets.isnan())
 
 
-@_takes("mean", "variance")
-def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+def crps_gaussian(mean: Any, variance: Any = None, targets: Any = None, weight: Any = None) -> Tensor:
     r"""Compute the mean continuous ranked probability score of Gaussian predictions, in the units of the targets.
 
     With ``s = sqrt(variance)`` and ``z = (y - mean) / s``, the score of one scalar is
     ``s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi))`` (Gneiting and Raftery, 2007). It becomes the absolute error as
     the variance goes to zero. Arguments and errors as for :func:`gaussian_nll`.
     """
-    mean, variance, targets = _check_moments(mean, variance, targets)
+    mean, variance, targets, weight = _check_moments(mean, variance, targets, weight)
     scale = variance.sqrt()
     z = (targets - mean) / scale
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
@@ -456,14 +383,43 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None, observed: Tensor
     return (share * values.where(share > 0, 0.0)).sum() / share.sum()
 
 
-def _check_scores(**named: Tensor) -> None:
-    for name, scores in named.items():
+def _tensor(value: Any) -> Any:
+    return torch.as_tensor(value) if hasattr(value, "__array__") else value
+
+
+def _is_prediction(value: Any) -> bool:
+    return hasattr(value, "functional_mean") and hasattr(value, "likelihood")
+
+
+def _rows(given: Any, targets: Any, weight: Any, *parts: str) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """A tensor, targets and weights; in place of a prediction its parts, or its probabilities where there are none."""
+    targets, weight = _tensor(targets), _tensor(weight)
+    if not _is_prediction(given):
+        return [_tensor(given)], targets, weight
+    likelihood = given.likelihood
+    _, targets, share = likelihood.rows(given.functional_mean, targets)
+    columns = [getattr(given, part).flatten(0, -2) for part in parts] or [likelihood.class_probabilities(given.mean)]
+    if not parts:
+        targets = targets if likelihood.couples_outputs else targets.reshape(-1)
+        share = share.repeat_interleave(len(columns[0]) // len(share))
+        if targets.dim() == 1:  # no soft labels
+            share, targets = share * ~targets.isnan(), targets.nan_to_num(0).long()
+    if weight is not None:
+        share = share * weight.reshape(-1).to(share).repeat_interleave(len(share) // weight.numel())
+    return columns, targets, share
+
+
+def _check_scores(**named: Any) -> list[Tensor]:
+    found = [uncertainty(scores) if _is_prediction(scores) else _tensor(scores) for scores in named.values()]
+    for name, scores in zip(named, found, strict=True):
         checks.shape(name, scores, [None])
         if n_nan := int(scores.isnan().sum()):
             raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
+    return found
 
 
-def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _check_classification(given: Any, targets: Any, weight: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    (probabilities,), targets, weight = _rows(given, targets, weight)
     fix = "flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)"
     checks.shape("The probabilities", probabilities, [None, None], fix)
     _check_targets(probabilities[:, 0], targets)
@@ -479,7 +435,7 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
     fix = "give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)"
     checks.numbers("A probability", probabilities, least=-tolerance, fix=fix)
     checks.numbers("The sum of a row", probabilities.sum(1), least=1 - tolerance, most=1 + tolerance, fix=fix)
-    return probabilities.clamp(0, 1), labels
+    return probabilities.clamp(0, 1), labels, weight
 
 
 def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -487,11 +443,15 @@ def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return widen(mean), targets.to(widen(mean).dtype)
 
 
-def _check_moments(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _check_moments(mean: Any, variance: Any, targets: Any, weight: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if _is_prediction(mean):
+        targets = variance if targets is None else targets
+    (mean, *spreads), targets, weight = _rows(mean, targets, weight, "mean", "variance")
+    variance = spreads[0] if spreads else _tensor(variance)
     mean, targets = _check_regression(mean, targets)
     fix = "give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)"
     checks.numbers("A variance", checks.shape("The variances", variance, mean.shape, fix), above=0.0)
-    return mean, variance.to(mean.dtype), targets
+    return mean, variance.to(mean.dtype), targets, weight
 
 
 def _check_targets(predictions: Tensor, targets: Tensor) -> None:

@@ -110,13 +110,11 @@ class Report(Mapping[str, Score]):
                 gap, error = self[name].difference, self[name].difference_standard_error
                 words[gap * sign < 0].append(f"{phrases[gap * sign < 0]} by {with_error(abs(gap), error)} ({title})")
         better, worse = map(", ".join, words)
-        found = (
-            f"It does harm here: the posterior {worse}"
-            if worse
-            else ("It does not help here: no score differs from the network's by more than two standard errors")
-        )
+        found = "It does not help here: no score differs from the network's by more than two standard errors"
         if better:
             found = f"The posterior {better}" + f", but {worse}" * bool(worse)
+        elif worse:
+            found = f"It does harm here: the posterior {worse}"
         *_, own = self.rows.values()
         found = "This is the network by itself" if len(self.rows) == 1 else found
         if "risk" in own and int((own["risk"] > 0).sum()) >= 10:  # noqa: PLR2004 - half of fewer is chance
@@ -138,9 +136,7 @@ class Report(Mapping[str, Score]):
 
     def __repr__(self) -> str:
         note = f"{self.n_examples} examples; ± one standard error" + "; * more than two" * (len(self.rows) > 1)
-        groups = [
-            f"group {key}:\n{aligned(own.table())}\n{own.n_examples} examples" for key, own in self.groups.items()
-        ]
+        groups = [f"group {key}: {own.n_examples} examples\n{aligned(own.table())}" for key, own in self.groups.items()]
         return "\n\n".join([f"{aligned(self.table())}\n{note}", *groups, self.verdict])
 
     def to_frame(self) -> Any:
@@ -312,10 +308,9 @@ def _methods(posterior: Any, likelihood: Any) -> tuple[dict[str, _Method], Netwo
             view = posterior.functional_posterior(x).mean if isinstance(posterior, Through) else network.forward(x)
         return from_samples(plain, view[None])
 
-    advice = ""
-    if isinstance(posterior, Posterior) and posterior.tuners and posterior.tuning is None:
-        default = bool((posterior.prior_precision == 1).all())
-        advice = "its prior precision was never tuned: call fit_prior_precision()" if default else ""
+    tunable = isinstance(inner, Posterior) and inner.tuners and not isinstance(posterior, CalibratedPosterior)
+    untuned = tunable and inner.tuning is None and bool((inner.prior_precision == 1).all())  # the default
+    advice = "it was never tuned: call fit_prior_precision()" if untuned else ""
     label = type(inner if conformal is not None else posterior).__name__
     return {"network": _Method(alone, plain), label: _Method(posterior.predictive, own, conformal)}, network, advice
 
@@ -465,9 +460,9 @@ def _error(sums: Iterable[Tensor]) -> float:
 
 def _report(rows: Mapping[str, Columns]) -> Report:
     *_, label = rows
-    plain, scores = _differentiated(rows["network"]), {}
+    network, scores = _differentiated(rows["network"]) if len(rows) > 1 else {}, {}
     for name, (value, sums) in _differentiated(rows[label]).items():
-        network, theirs = plain.get(name, (math.nan, sums))
+        plain, theirs = network.get(name, (math.nan, [own * math.nan for own in sums]))
         gap = _error(one - other for one, other in zip(sums, theirs, strict=True))
-        scores[name] = Score(value, _error(sums), network, _error(theirs), value - network, gap)
+        scores[name] = Score(value, _error(sums), plain, _error(theirs), value - plain, gap)
     return Report(scores, rows, len(rows[label]["example"].unique()))
