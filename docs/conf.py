@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -25,20 +26,23 @@ include_patterns = [
     "CONTRIBUTING.md",
 ]
 exclude_patterns = ["build", "dist", "runs", "**/.*", "**/__pycache__", "laplace_plus", "tests", "*.egg-info"]
-source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
+exclude_patterns += ["docs/_templates"]
+source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}  # generated pages take the first
 
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
 ]
 
 nb_execution_mode = "off"  # notebooks hold their pictures; tests/test_notebooks.py runs them
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
+templates_path = [str(Path(__file__).parent / "_templates")]
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # arguments are described in words, with shapes
@@ -52,7 +56,7 @@ copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_title = f"laplace_plus {release}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_extra_path = ["_site"]
 html_show_sphinx = False
 html_copy_source = False

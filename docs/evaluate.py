@@ -43,6 +43,6 @@ if __name__ == "__main__":
     train, test, new = digits()
     posterior = lp.KFAC(trained(train), "classification").fit(train).fit_prior_precision()
     report = lp.evaluate(posterior, test, other=new)
-    print(report)
+    sys.stdout.write(f"{report}\n")
     with mpl.rc_context(plotting.STYLE):
         report.plot().savefig(sys.argv[1], dpi=150)

@@ -48,14 +48,17 @@ def draw() -> Figure:
     prediction = curve.predictive(grid)
 
     with mpl.rc_context(plotting.STYLE):
-        figure = Figure(figsize=(7.2, 3.1), layout="constrained")
-        panels = figure.subplots(1, 3)
+        figure = Figure(figsize=(5.2, 4.9), layout="constrained")  # whose letters a phone shows
+        axes = figure.subplot_mosaic([["network", "wrapped"], ["curve", "curve"]], height_ratios=[1.5, 1])
+        panels = list(axes.values())
         titles = f"the trained network:\ntest NLL {own:.2f}", f"the same, wrapped:\ntest NLL {wrapped:.2f}"
         for panel, share, title in zip(panels, shares, titles, strict=False):
             field = plotting.class_plane(panel, side, side, share, points, labels)
             panel.set(title=title, xlabel="first input", ylabel="" if panel is panels[1] else "second input")
-        figure.colorbar(field, ax=panels[:2], location="bottom", label="probability of class 1", ticks=[0, 0.5, 1])
-        panels[2].set(title="regression:\n± 2 deviations", xlabel="input", ylabel="target", ylim=(-3, 3))
+        figure.colorbar(
+            field, ax=panels[:2], location="bottom", aspect=45, label="probability of class 1", ticks=[0, 0.5, 1]
+        )
+        panels[2].set(title="regression: ± 2 standard deviations", xlabel="input", ylabel="target", ylim=(-3, 3))
         plotting.curve(panels[2], grid, prediction.mean, prediction.std)
         panels[2].plot(x, y, "k.", markersize=3)
     return figure

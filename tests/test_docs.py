@@ -80,7 +80,10 @@ def test_visible_code_can_be_copied(page):
     assert sorted(set(undefined(page))) == []
 
 
-SHOWN = [ROOT / "docs" / f"{name}.md" for name in ("index", "evidence", "extending", "geometry", "serving")]
+SHOWN = [
+    ROOT / "docs" / f"{name}.md"
+    for name in ("get-started", "image-classifier", "evidence", "extending", "geometry", "serving")
+]
 SHOWN += sorted((ROOT / "docs" / "how-to").glob("*.md"))
 
 
@@ -115,6 +118,8 @@ def documented():
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
     for name in re.findall(r"^\.\. (?:auto)?(?:class|data|function|exception):: (\S+)$", reference, re.MULTILINE):
         yield name.removeprefix("laplace_plus.")
+    for names in re.findall(r"^\.\. autosummary::\n(?:   :.*\n)*\n((?:   \S+\n)+)", reference, re.MULTILINE):
+        yield from (name.removeprefix("laplace_plus.") for name in names.split())  # each with a page of its own
     modules = re.findall(r"^\.\. automodule:: laplace_plus\.(\S+)\n((?:   :.*\n)*)", reference, re.MULTILINE)
     for module, options in modules:
         yield module
