@@ -5,9 +5,11 @@ The references share no code with the package: Jacobians by autodiff, curvature 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import laplace_plus as lp
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator, JacobianOperator
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.structured import Block, DenseBlock, KroneckerBlock
+from laplace_plus.testing import PosteriorConformance
 
 Data = list[tuple[Tensor, Tensor]]
 N = 12
@@ -284,3 +287,20 @@ def whole_tensors(block: Block) -> dict[str, Tensor]:
         own = {"left": block.left, "right": block.right, "count": block.count}
         return own if block.corrected is None else own | {"corrected": block.corrected}
     return {"matrix": block.matrix} if isinstance(block, DenseBlock) else block.tensors()
+
+
+# -- conformance -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def fit_of(suite: type[PosteriorConformance]) -> tuple[lp.Posterior, nn.Module, Data]:
+    posterior, *rest = PosteriorConformance.fitted(suite())
+    posterior.sample(1, generator=generator())  # some are at work only now, and a copy would not know the data
+    return posterior, *rest
+
+
+class FittedOnce(PosteriorConformance):
+    """For what is long to fit: the tests that need only a fitted posterior take a copy of one."""
+
+    def fitted(self) -> tuple[lp.Posterior, nn.Module, Data]:
+        return copy.deepcopy(fit_of(type(self)))

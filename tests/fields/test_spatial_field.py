@@ -408,5 +408,6 @@ class TestSpatialField(GaussianConformance):
         assert value == pytest.approx(-float(min(losses)), rel=1e-9)
 
 
+@pytest.mark.slow
 class TestBlocks(TestSpatialField):
     structure = "block"

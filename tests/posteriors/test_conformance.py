@@ -7,6 +7,7 @@ from inspect import signature
 
 import pytest
 import torch
+from problems import FittedOnce
 from torch import nn
 
 import laplace_plus as lp
@@ -24,6 +25,7 @@ class TestKFAC(GaussianConformance):
         return lp.KFAC(model, likelihood, **options)
 
 
+@pytest.mark.slow
 class TestReduceKFAC(GaussianConformance):
     def make(self, model, likelihood, **options):
         return lp.KFAC(model, likelihood, weight_sharing="reduce", **options)
@@ -41,7 +43,7 @@ class TestDiagonal(GaussianConformance):
         return lp.Diagonal(model, likelihood, **options)
 
 
-class TestLowRank(GaussianConformance):
+class TestLowRank(FittedOnce, GaussianConformance):
     """With as many eigenpairs as the curvature has."""
 
     one_pass = False
@@ -50,7 +52,8 @@ class TestLowRank(GaussianConformance):
         return lp.LowRank(model, likelihood, rank=100, **options)
 
 
-class TestLowRankHessian(GaussianConformance):
+@pytest.mark.slow
+class TestLowRankHessian(FittedOnce, GaussianConformance):
     one_pass = False
 
     def make(self, model, likelihood, **options):

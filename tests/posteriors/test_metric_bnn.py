@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import generator
+from problems import FittedOnce, generator
 from torch import nn
 
 import laplace_plus as lp
@@ -18,14 +18,13 @@ from laplace_plus.posteriors.metric_bnn.latents import (
     repulsion_loss,
 )
 from laplace_plus.posteriors.metric_bnn.metric_bnn import Walk, draw_directions, explore
-from laplace_plus.testing import PosteriorConformance
 
 SMALL = {"n_particles": 4, "n_steps": 6, "n_refinements": 3}
 LATENT = {"dimension": 4, "hidden": (16,), "epochs": 60, "learning_rate": 1e-2, "tolerance": 1.0, "plateau": 0.0}
 QUICK = {"n_particles": 3, "n_steps": 4, "n_refinements": 2}
 
 
-class TestMetricBNN(PosteriorConformance):
+class TestMetricBNN(FittedOnce):
     one_pass = False
     rows = 12
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from problems import generator
+from problems import FittedOnce, generator
 from torch import nn
 
 import laplace_plus as lp
@@ -21,7 +21,6 @@ from laplace_plus.errors import (
 from laplace_plus.geometry import PathStatus
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.linearization import jvp
-from laplace_plus.testing import PosteriorConformance
 
 DTYPE = torch.float64
 ROUGH = {"rtol": 0.1, "atol": 0.1, "max_energy_change": 1.0}
@@ -30,7 +29,7 @@ STEP = lp.Diffusion(n_steps=1)
 """For what does not depend on how samples are drawn."""
 
 
-class TestExponentialMap(PosteriorConformance):
+class TestExponentialMap(FittedOnce):
     one_pass = False
 
     def make(self, model, likelihood, **options):
@@ -38,7 +37,7 @@ class TestExponentialMap(PosteriorConformance):
         return lp.Riemannian(model, likelihood, method=method, n_samples=3, prior_precision=100.0, **options)
 
 
-class TestDiffusion(PosteriorConformance):
+class TestDiffusion(FittedOnce):
     one_pass = False
 
     def make(self, model, likelihood, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import generator
+from problems import FittedOnce, generator
 from torch import nn
 
 import laplace_plus as lp
@@ -16,7 +16,6 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.priors import Groups
-from laplace_plus.testing import PosteriorConformance
 from laplace_plus.tuning.groups import with_floor
 
 TIGHT = lp.CGSolver(tolerance=1e-9)
@@ -24,7 +23,7 @@ TIGHT = lp.CGSolver(tolerance=1e-9)
 pytestmark = pytest.mark.filterwarnings("ignore:Tuning by samples has not converged. random vectors")
 
 
-class TestSampledLaplace(PosteriorConformance):
+class TestSampledLaplace(FittedOnce):
     one_pass = False
 
     def make(self, model, likelihood, **options):

@@ -26,6 +26,7 @@ class TestSubnetwork(GaussianConformance):
         return lp.Subnetwork(model, likelihood, lp.LargestVariance(15), **options)
 
 
+@pytest.mark.slow
 class TestSubnetworkKFAC(GaussianConformance):
     def make(self, model, likelihood, **options):
         return lp.Subnetwork(model, likelihood, lp.LargestMagnitude(0.4), lp.KFAC, **options)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from problems import relative_error
+from problems import FittedOnce, relative_error
 from torch import nn
 
 import laplace_plus as lp
@@ -17,7 +17,6 @@ from laplace_plus.errors import (
     ModelChangedError,
     SelectionError,
 )
-from laplace_plus.testing import PosteriorConformance
 
 peft = pytest.importorskip("peft", reason="adapters are those of peft")
 
@@ -37,7 +36,7 @@ def linear(inputs=4, outputs=5, **options):
     return adapted(nn.Sequential(nn.Linear(inputs, outputs)), "0", **options)
 
 
-class TestTrainingFreeLoRA(PosteriorConformance):
+class TestTrainingFreeLoRA(FittedOnce):
     one_pass = False
 
     def make(self, model, likelihood, **options):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from posteriors.dense_rows import classifier_and_batches, dense_rows
-from problems import generator
+from problems import FittedOnce, generator
 from torch import nn
 
 import laplace_plus as lp
@@ -20,7 +20,7 @@ from laplace_plus.errors import (
 from laplace_plus.linalg.null_space import LSMRProjection
 from laplace_plus.posteriors.viking import elbo
 from laplace_plus.posteriors.viking.elbo import ELBO, epoch_noise, prior_divergence, take_gradients
-from laplace_plus.testing import PosteriorConformance, assert_untouched, snapshot
+from laplace_plus.testing import assert_untouched, snapshot
 
 D = torch.float64
 
@@ -46,7 +46,7 @@ def linear():
     return net, X, y, alpha, noise, float(evidence)
 
 
-class TestVIKING(PosteriorConformance):
+class TestVIKING(FittedOnce):
     one_pass = False
     rows = 12
 
