@@ -121,6 +121,7 @@ def test_an_underconfident_network_gets_a_temperature():
     assert float(loss(outputs / found.temperature, labels)) < float(loss(outputs, labels))
 
 
+@pytest.mark.slow
 def test_it_helps_on_new_data():
     posterior, _, _ = overconfident()
     x, y = data(4000, seed=1)

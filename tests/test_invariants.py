@@ -93,7 +93,7 @@ def whole(name, kind, task):
     return WHOLE[name, kind, task]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     combination=st.sampled_from(SUPPORTED), sizes=partitions(9), task=st.sampled_from(["classification", "regression"])
 )
@@ -357,6 +357,7 @@ def test_corrected_eigenvalues_of_random_networks(seed, n):
 # -- Monte Carlo -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("Categorical-Tensor", "Poisson-Tensor", "Gaussian-Tensor1")
 @pytest.mark.parametrize(
     ("likelihood", "targets"),
     [

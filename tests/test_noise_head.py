@@ -36,6 +36,7 @@ def fitted(cls, model, rows, **options):
     return cls(model, "regression", prior_precision=10.0, **options).fit([rows])
 
 
+@pytest.mark.quick("KFAC")
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Full, lp.LowRank])
 def test_known_noise_is_found_and_beats_a_constant(cls):
     model = line()
@@ -52,7 +53,7 @@ def test_known_noise_is_found_and_beats_a_constant(cls):
 
 def test_prediction_is_the_posterior_with_another_noise():
     model = line(n_outputs=2)
-    train, new = data(model, growing), data(model, growing, n=7, seed=3)
+    train, new = data(model, growing, n=80), data(model, growing, n=7, seed=3)
     posterior = fitted(lp.KFAC, model, train)
     noisy = lp.learn_noise(posterior, [train])
     prediction, own = noisy.predictive(new[0]), posterior.predictive(new[0])
@@ -93,19 +94,19 @@ def test_constant_noise_stays_constant():
 
 def test_rows_count_by_what_was_observed_and_by_their_weights():
     model = line(n_outputs=2)
-    x, y = data(model, growing, n=60)
+    x, y = data(model, growing, n=30)
     posterior = fitted(lp.KFAC, model, (x, y))
-    y[:20, 1] = math.nan
+    y[:10, 1] = math.nan
     plain = lp.learn_noise(posterior, [(x, y)])
-    assert plain.report.n_data == 100
-    weighted = lp.KFAC(model, lp.Gaussian(weighted=True), prior_precision=10.0).fit([(x, (y, torch.ones(60)))])
+    assert plain.report.n_data == 50
+    weighted = lp.KFAC(model, lp.Gaussian(weighted=True), prior_precision=10.0).fit([(x, (y, torch.ones(30)))])
     weighted.set_state(posterior.state)
-    assert_close(lp.learn_noise(weighted, [(x, (y, torch.ones(60)))]).coefficients, plain.coefficients)
+    assert_close(lp.learn_noise(weighted, [(x, (y, torch.ones(30)))]).coefficients, plain.coefficients)
 
 
 def test_noise_outside_of_the_data_stays_within_theirs():
     model = line()
-    rows = data(model, growing)
+    rows = data(model, growing, n=100)
     noisy = lp.learn_noise(fitted(lp.KFAC, model, rows), [rows])
     inside, far = (noisy.predictive(x).aleatoric for x in (rows[0], 1e3 * rows[0]))
     assert inside.min() <= far.min() and far.max() <= inside.max()
@@ -113,7 +114,7 @@ def test_noise_outside_of_the_data_stays_within_theirs():
 
 def test_training_data_are_left_out():
     model = line()
-    rows = data(model, growing, n=200)
+    rows = data(model, growing, n=100)
     posterior = fitted(lp.Full, model, rows)
     left = lp.leave_one_out(posterior)
     noisy = lp.learn_noise(posterior)

@@ -230,7 +230,7 @@ def test_expectation_maximisation_never_falls(temperature):
     assert values[-1] - values[0] > 0.1  # it does move
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_evidence_is_concave_in_the_logarithms(data):
     """So no tuning can be caught in a second local optimum."""

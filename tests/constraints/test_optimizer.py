@@ -42,6 +42,7 @@ def test_training_ends_at_the_kkt_point(make, steps):
     assert optimizer.last.status is Status.CONVERGED and optimizer.last.iterations <= 3
 
 
+@pytest.mark.slow
 def test_adam_comes_after_the_correction():
     # The other way round the constraint is met, and the optimum of the constrained problem is not.
     problem = Quadratic()

@@ -346,6 +346,7 @@ def test_creases_are_crossed_by_the_shortest_way(lift):
     torch.testing.assert_close(torch.as_tensor(first / np.linalg.norm(first)), v[0] / v[0].norm(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_creases_over_which_the_energy_would_not_jump_are_crossed_the_same_way():
     # Straight on, the slope along the way goes from −2 to 2.
     slope, normal = torch.tensor([-2.0, 0.0], dtype=DTYPE), torch.tensor([2.0, 2.0], dtype=DTYPE)
@@ -361,6 +362,7 @@ def test_creases_over_which_the_energy_would_not_jump_are_crossed_the_same_way()
     torch.testing.assert_close(smooth.endpoint, result.endpoint, rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_creases_are_limits_of_sharp_bends():
     slope, normal = torch.tensor([0.7, -0.2], dtype=DTYPE), torch.tensor([1.0, 0.5], dtype=DTYPE)
     start, v = torch.zeros(2, dtype=DTYPE), torch.tensor([[0.9, 0.2]], dtype=DTYPE)

@@ -121,17 +121,18 @@ def test_weight_decay_is_that_of_the_mean_loss():
         lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision("leave_one_out", weight_decay=0.01)
 
 
-def test_leave_one_out_reproduces_the_value_of_the_tuning():
+@pytest.mark.quick("noise1-full")
+@pytest.mark.parametrize(("noise", "leverages"), [(0.5, "own"), (torch.tensor([0.4, 0.8]), "full")])
+def test_leave_one_out_reproduces_the_value_of_the_tuning(noise, leverages):
     """With the precision and the noise of training, after both were tuned."""
     net, x, y = regressor()
-    for noise, leverages in ((0.5, "own"), (torch.tensor([0.4, 0.8]), "full")):
-        posterior = lp.Full(net, lp.Gaussian(noise)).fit([(x, y)])
-        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, leverages=leverages)
-        tuning = posterior.tuning
-        options = {"prior_precision": 0.8, "kappa": 2.0, "leverages": leverages}
-        left = lp.leave_one_out(posterior, noise_std=tuning.training_noise_std, **options)
-        assert float(left.nll()) == pytest.approx(-tuning.value, rel=1e-8)
-        assert abs(float(lp.leave_one_out(posterior, **options).nll()) + tuning.value) > 1e-3
+    posterior = lp.Full(net, lp.Gaussian(noise)).fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, leverages=leverages)
+    tuning = posterior.tuning
+    options = {"prior_precision": 0.8, "kappa": 2.0, "leverages": leverages}
+    left = lp.leave_one_out(posterior, noise_std=tuning.training_noise_std, **options)
+    assert float(left.nll()) == pytest.approx(-tuning.value, rel=1e-8)
+    assert abs(float(lp.leave_one_out(posterior, **options).nll()) + tuning.value) > 1e-3
     for wrong in (-1.0, torch.ones(3)):
         with pytest.raises(ConfigurationError):
             lp.leave_one_out(posterior, noise_std=wrong)
@@ -255,6 +256,7 @@ def test_interpolation_is_named():
 # -- other data than those of the fit --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("classification-dtype0", "regression-dtype0", "heteroscedastic-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_as_many_other_data_are_told_by_what_they_say(name, dtype):

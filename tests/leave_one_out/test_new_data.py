@@ -200,6 +200,7 @@ def test_two_views_choose_a_common_scale():
     assert auto.common_scale([(1.0, losses(5))], scales) == 5 and auto.common_scale([], scales) == 5
 
 
+@pytest.mark.slow
 def test_wrong_labels_that_were_learnt_by_heart_are_seen():
     """Where one label in seven is wrong, and the network fits them all."""
     x = torch.randn(400, 4, generator=generator())

@@ -144,12 +144,12 @@ def test_tuning_and_predictions(cls):
 def test_samples_have_the_exact_covariance():
     net, data = problem(plackett_luce)
     likelihood = lp.LogDensity(plackett_luce, couples_rows=True)
-    posterior = lp.SampledLaplace(net, likelihood, n_samples=300).fit(data, generator=torch.Generator().manual_seed(0))
+    posterior = lp.SampledLaplace(net, likelihood, n_samples=100).fit(data, generator=torch.Generator().manual_seed(0))
     wanted, _ = dense(net, posterior.parameter_names, plackett_luce, data)
     covariance = torch.linalg.inv(wanted + torch.eye(len(wanted)).double())
     z = posterior.samples - posterior.mean
     error = (z.mT @ z / len(z) - covariance).diagonal() / covariance.diagonal()
-    assert float(error.abs().max()) < 5 * (2 / 300) ** 0.5
+    assert float(error.abs().max()) < 5 * (2 / 100) ** 0.5
 
 
 @pytest.mark.parametrize(("density", "n_outputs"), [kind for kind in KINDS if kind[0] is not cox])

@@ -194,7 +194,7 @@ def test_rows_without_a_target_change_no_tuning(kind, route):
             found.append(noise_from_residuals(posterior).noise_std)
             continue
         options = {
-            "validation": {"data": [batch]},
+            "validation": {"data": [batch], "grid": [0.1, 1.0, 10.0]},
             "leave_one_out": {"training_prior_precision": 1.0, "tune_noise": False},
         }.get(route, {})
         posterior.fit_prior_precision(route, **options)

@@ -199,7 +199,7 @@ def test_given_noise_is_weighted_linear_regression(outputs, per_output):
     assert_close(prediction.log_prob(torch.stack([target, own], -1)), wanted)
     without = Normal(prediction.mean, prediction.std).log_prob(target).sum(1)
     assert_close(prediction.log_prob(target), without)
-    many = posterior.predictive(new, method="sampled", n_samples=4000, generator=torch.Generator().manual_seed(0))
+    many = posterior.predictive(new, method="sampled", n_samples=1000, generator=torch.Generator().manual_seed(0))
     assert_close(many.log_prob(torch.stack([target, own], -1)), wanted, rtol=0, atol=0.2)
 
 

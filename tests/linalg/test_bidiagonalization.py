@@ -13,7 +13,7 @@ from laplace_plus.linalg import bidiagonalize
 float64 = torch.float64
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 40),

@@ -25,7 +25,7 @@ class TestUnbiased:
     def test_value_standard_error_and_gradient(self, method):
         matrix, weight = normal(self.n, self.n), normal(self.n, seed=1)
         values, errors, gradients = [], [], []
-        runs = 200
+        runs = 100
         for seed in range(runs):
             leaf = matrix.clone().requires_grad_()
             options = {"matvecs": 8, "method": method}

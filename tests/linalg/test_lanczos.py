@@ -164,6 +164,7 @@ def test_orthogonal_among_roundings(width, dtype):
     assert loss <= 40 * eps
 
 
+@pytest.mark.slow  # its like: tests/kernels/test_reductions.py
 def test_a_long_single_precision_basis_with_an_outlier():
     n = 300_000
     spectrum = torch.linspace(-5e-4, 5e-4, n)

@@ -124,7 +124,7 @@ def test_acceleration_takes_fewer_sweeps():
     assert quick.iterations.max() < plain.iterations.max()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
 def test_scaling_rows_changes_nothing(seed):
     rows, v = problem(seed=seed % 50)

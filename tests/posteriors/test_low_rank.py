@@ -164,6 +164,7 @@ def test_the_evidence_is_that_of_the_dense_matrix(kind, cls, structure):
     assert torch.isfinite(posterior.predictive(data[0][0]).mean).all()
 
 
+@pytest.mark.quick("scalar-LowRank-regression")
 @pytest.mark.parametrize("kind", ["regression", pytest.param("classes", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cls", [lp.LowRank, lp.SampledLaplace])
 @pytest.mark.parametrize("structure", ["scalar", pytest.param("layerwise", marks=pytest.mark.slow)])

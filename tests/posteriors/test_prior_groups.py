@@ -113,7 +113,9 @@ def test_groups_of_ones_own():
 def test_groups_scaling_and_mean_are_stored(tmp_path):
     net = network("group")
     posterior = lp.Diagonal(net, "classification").fit([(X, Y)])
-    posterior.fit_prior_precision(structure="normalized_groups", evidence="tangent", predictive_mean="tangent")
+    posterior.fit_prior_precision(
+        structure="normalized_groups", evidence="tangent", predictive_mean="tangent", tolerance=0.1
+    )
     posterior.save(tmp_path / "groups")
     loaded = lp.load(tmp_path / "groups", net)
     assert loaded.prior_groups.names == posterior.prior_groups.names
@@ -145,7 +147,7 @@ def test_groups_are_saved(tmp_path):
 def test_the_tangent_mean_in_every_prediction():
     net = network("layer")
     posterior = lp.KFAC(net, "classification").fit([(X, Y)])
-    posterior.fit_prior_precision(evidence="tangent", predictive_mean="tangent")
+    posterior.fit_prior_precision(evidence="tangent", predictive_mean="tangent", tolerance=0.1)
     shift = jvp(posterior.network, NEW, posterior.tuning.vector - posterior.mean)
     want = net(NEW).detach() + shift
     assert torch.allclose(posterior.functional_posterior(NEW).mean, want)

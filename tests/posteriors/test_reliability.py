@@ -269,7 +269,7 @@ def test_products_of_bfloat16_are_no_mistake_of_the_operator(name, how):
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
     options = {
         "LowRank": {"rank": 20},
-        "NullSpace": {"rows": "loss", "projector": "lsmr", "n_samples": 4},
+        "NullSpace": {"rows": "loss", "projector": "lsmr", "n_samples": 2},
         "MetricBNN": {"n_particles": 2, "n_steps": 4, "latent": {"epochs": 1}},
         "VIKING": {"rows": "loss", "projector": "lsmr", "n_samples": 4},
     }[name]

@@ -32,6 +32,7 @@ def weights(net):
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()]).numpy()
 
 
+@pytest.mark.quick("0.4-layerwise-tuned", "3.0-scalar-known")
 @pytest.mark.parametrize(
     ("temperature", "structure", "noise"),
     [

@@ -86,16 +86,16 @@ def test_continued_equals_uninterrupted(case):
 
 def test_sampled_curvature_continues_with_the_same_labels():
     options = {"backend": lp.Native("ggn_mc", n_samples=1)}
-    whole = run(generator=torch.Generator().manual_seed(5), **options)
-    begun = run(epochs=4, generator=torch.Generator().manual_seed(5), **options)
-    continued = run(begun.state, generator=torch.Generator().manual_seed(77), **options)
+    whole = run(epochs=4, generator=torch.Generator().manual_seed(5), **options)
+    begun = run(epochs=2, generator=torch.Generator().manual_seed(5), **options)
+    continued = run(begun.state, epochs=4, generator=torch.Generator().manual_seed(77), **options)
     assert whole.evidences == continued.evidences
 
 
 def test_states_are_copies():
-    begun = run(epochs=4)
+    begun = run(epochs=2)
     before = begun.state["weights"]["0.weight"].clone()
-    first, second = run(begun.state), run(begun.state)
+    first, second = run(begun.state, epochs=4), run(begun.state, epochs=4)
     assert torch.equal(begun.state["weights"]["0.weight"], before)
     assert first.evidences == second.evidences
 

@@ -80,6 +80,7 @@ def assert_covers(posterior: lp.Posterior, model: Model) -> None:
     assert all(any(fnmatchcase(name, glob) for glob in model.general) for name in general)
 
 
+@pytest.mark.quick("Full-resnet18")
 @the_first
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_last_layer(model, cls):
