@@ -102,9 +102,8 @@ def _direction(
     def turned(values: Tensor) -> Tensor:  # from the order of time to that of the steps, and back; padding stays behind
         return values[rows[:, None], order % length] if backwards else values
 
-    from_x = F.linear(x, w_ih, b_ih)
-    from_h = (torch.zeros_like(from_x) if apart else from_x) + (0.0 if b_hh is None else b_hh)
-    from_x = from_x if apart else from_h
+    from_x = F.linear(x, w_ih, b_ih if apart or b_hh is None else b_ih + b_hh)
+    from_h = torch.zeros_like(from_x) + (0.0 if b_hh is None else b_hh) if apart else from_x
     projected = from_x.new_zeros(n, length, 0 if w_hr is None else len(w_hr))
     for noted in (from_x, from_h, projected):
         noted.requires_grad_(True)

@@ -13,14 +13,14 @@ from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.structured import KroneckerBlock
 
-_KRONECKER = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+_KRONECKER = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.RNNBase, nn.RNNCellBase)
 
 
 class KFAC(GaussianPosterior):
     """Laplace with one Kronecker product ``G ⊗ A`` for each layer: correlations within layers kept.
 
-    The default choice for whole networks. Linear and convolutional layers (stride, dilation, groups), embeddings and
-    attention projections get Kronecker products. Scale and shift of normalisations get exact 2 × 2 blocks for each
+    The default choice for whole networks. Linear layers, convolutions (transposed, too), embeddings, attention and the
+    gates of recurrent layers (a step is a position) get Kronecker products, normalisations exact 2 × 2 blocks for each
     channel, and any other parameter an exact dense or diagonal block; :meth:`summary` says which.
 
     Args:
@@ -93,7 +93,8 @@ class KFAC(GaussianPosterior):
         if precision.numel() == network.n_parameters > len(network.layers):
             for item in network.selected:
                 layer = network.model.get_submodule(item.layer)
-                if isinstance(layer, _KRONECKER) and item.name.rpartition(".")[2] == "weight" and item.mask is None:
+                is_weight = item.name.rpartition(".")[2].partition("_l")[0] in ("weight", "weight_ih", "weight_hh")
+                if isinstance(layer, _KRONECKER) and is_weight and item.mask is None:
                     what = f"A Kronecker product, as for {item.name!r}, takes one prior precision for all its entries."
                     expected, got = "a scalar, or one for each layer", f"one for each of {precision.numel()} parameters"
                     fix = "Use lp.Diagonal or lp.Full for a prior precision that differs from entry to entry."
