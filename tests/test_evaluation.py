@@ -264,7 +264,8 @@ def test_all_kinds_of_posteriors():
     sets = conformal.predict_set(x[150:])
     close(report["size_80"], sets.sum(1).double().mean())
     close(report["coverage_80"], sets.gather(1, y[150:, None]).double().mean())
-    plain = lp.evaluate(model, rest, likelihood="classification")["negative_log_likelihood"].value
+    with torch.inference_mode():
+        plain = lp.evaluate(model, rest, likelihood="classification")["negative_log_likelihood"].value
     for own in (
         lp.calibrate(posterior, held_out, "temperature"),
         lp.Ensemble([model, nn.Linear(2, 2).double()], "classification"),

@@ -38,7 +38,6 @@ from laplace_plus.likelihoods.gaussian import GivenNoise, HeteroscedasticGaussia
 from laplace_plus.network.batches import Batch, batch_size, inputs_of, iterate
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.persistence import replacing
-from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 
 TITLES = {
@@ -57,7 +56,7 @@ TITLES = {
 }
 """What a score is called, whether more is better (1) or worse (−1), and what the verdict says if it is either."""
 
-QUANTILES = torch.arange(1, 20, dtype=torch.float64) / 20
+QUANTILES = torch.arange(1, 20, dtype=torch.float64, device="cpu") / 20
 """At which levels the quantiles of numbers are compared with the shares of targets below them."""
 
 Columns = Mapping[str, Tensor]
@@ -72,6 +71,11 @@ class Score(NamedTuple):
     network_standard_error: float
     difference: float
     difference_standard_error: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the difference is more than two standard errors, and more than rounding."""
+        return abs(self.difference) > max(2 * self.difference_standard_error, 1e-6 * abs(self.value))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -106,7 +110,7 @@ class Report(Mapping[str, Score]):
         """One sentence: which scores differ from the network's by more than two standard errors, and what follows."""
         words: tuple[list[str], list[str]] = [], []
         for name, (title, sign, *phrases) in TITLES.items():
-            if phrases[0] and name in self and self[name].difference_standard_error * 2 < abs(self[name].difference):
+            if phrases[0] and name in self and self[name].differs:
                 gap, error = self[name].difference, self[name].difference_standard_error
                 words[gap * sign < 0].append(f"{phrases[gap * sign < 0]} by {with_error(abs(gap), error)} ({title})")
         better, worse = map(", ".join, words)
@@ -129,8 +133,10 @@ class Report(Mapping[str, Score]):
         *_, label = self.rows
         rows = [["", label, "network", "difference"][: 2 * len(self.rows)]]
         for name, own in self.items():
-            mark = " *" if abs(own.difference) > 2 * own.difference_standard_error else "  "
-            cells = with_error(*own[:2]), with_error(*own[2:4]), with_error(*own[4:], "+") + mark
+            least, mark = 1e-6 * abs(own.value), " *" if own.differs else "  "
+            pairs = zip(own[::2], own[1::2], ("", "", "+"), strict=True)
+            cells = [with_error(value, error, sign, least) for value, error, sign in pairs]
+            cells[2] += mark
             rows.append([title_of(name), *cells][: len(rows[0])])
         return rows
 
@@ -175,10 +181,10 @@ def title_of(name: str) -> str:
     return title + {1: " ↑", -1: " ↓", 0: ""}[sign]
 
 
-def with_error(value: float, error: float, sign: str = "") -> str:
-    """A number and its standard error, to two digits of this."""
-    if not 1e-9 < error < math.inf:  # noqa: PLR2004 - a constant's rounding
-        return f"{value:{sign}.4g}"
+def with_error(value: float, error: float, sign: str = "", least: float = 0.0) -> str:
+    """A number and its standard error, to two digits of this; what is at most ``least`` is rounding."""
+    if not least < error < math.inf:
+        return f"{value if not abs(value) <= least else 0:{sign}.4g}"
     digits = max(0, 1 - math.floor(math.log10(error)))
     return f"{value:{sign}.{digits}f} ± {error:.{digits}f}"
 
@@ -190,6 +196,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def evaluate(
     posterior: Any,
     data: Iterable[Any],
@@ -247,17 +255,16 @@ def evaluate(
     if by is not None and not callable(by):
         checks.choice("grouping", by, ("class",) if methods["network"].likelihood.is_classifier else ())
     level = posterior.level if isinstance(posterior, ConformalPosterior) else level
-    with torch.no_grad():
-        for batch in iterate(data, device=network.device, progress=progress, description="evaluate"):
-            for method in methods.values():
-                prediction = method.predict(batch.inputs, generator=generator, **options)
-                method.parts.append(_columns(method, prediction, batch, level, by, generator))
-        for item in progress_bar(() if other is None else other, enabled=progress, description="evaluate: other data"):
-            inputs = network.receive(inputs_of(item, whole=network.lists))
-            for method in methods.values():
-                doubt = metrics.uncertainty(method.predict(inputs, generator=generator, **options)).double().cpu()
-                example = torch.arange(batch_size(inputs)).repeat_interleave(len(doubt) // batch_size(inputs))
-                method.strange.append({"strange": doubt, "strange_example": example})
+    for batch in iterate(data, device=network.device, progress=progress, description="evaluate"):
+        for method in methods.values():
+            prediction = method.predict(batch.inputs, generator=generator, **options)
+            method.parts.append(_columns(method, prediction, batch, level, by, generator))
+    for item in progress_bar(other, enabled=progress, description="evaluate: other data") if other is not None else ():
+        inputs = network.receive(inputs_of(item, whole=network.lists))
+        for method in methods.values():
+            doubt = metrics.uncertainty(method.predict(inputs, generator=generator, **options)).double().cpu()
+            example = torch.arange(batch_size(inputs), device="cpu").repeat_interleave(len(doubt) // batch_size(inputs))
+            method.strange.append({"strange": doubt, "strange_example": example})
     rows = {label: {**_joined(own.parts), **_joined(own.strange)} for label, own in methods.items()}
     checks.count("The number of targets that count", len(rows["network"]["loss"]))
     groups = {}
@@ -308,7 +315,7 @@ def _methods(posterior: Any, likelihood: Any) -> tuple[dict[str, _Method], Netwo
             view = posterior.functional_posterior(x).mean if isinstance(posterior, Through) else network.forward(x)
         return from_samples(plain, view[None])
 
-    tunable = isinstance(inner, Posterior) and inner.tuners and not isinstance(posterior, CalibratedPosterior)
+    tunable = "auto" in getattr(inner, "tuners", ()) and not isinstance(posterior, CalibratedPosterior)
     untuned = tunable and inner.tuning is None and bool((inner.prior_precision == 1).all())  # the default
     advice = "it was never tuned: call fit_prior_precision()" if untuned else ""
     label = type(inner if conformal is not None else posterior).__name__
@@ -336,7 +343,7 @@ def _columns(
     found["uncertainty"] = metrics.uncertainty(prediction)
     n = len(found["loss"])
     found["weight"] = weight.repeat_interleave(n // len(weight)) * found.pop("observed").to(weight)
-    found["example"] = torch.arange(batch.size).repeat_interleave(n // batch.size)
+    found["example"] = torch.arange(batch.size, device="cpu").repeat_interleave(n // batch.size)
     found["group"] = found["label"] if by == "class" else _groups_of(batch.inputs, by, n)
     kept = (found["weight"] > 0).cpu()
     found = {name: own.cpu()[kept] for name, own in found.items()}
@@ -444,7 +451,9 @@ def _differentiated(own: Columns) -> dict[str, tuple[float, list[Tensor]]]:
     weights = [weight.clone().requires_grad_() for weight, _ in data]
     places = [example.unique(return_inverse=True)[1] for _, example in data]
     found = {}
-    for name, value in _scores(own, *weights).items():
+    with torch.enable_grad():
+        values = _scores(own, *weights)
+    for name, value in values.items():
         slopes = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
         sums = []
         for slope, (weight, _), index in zip(slopes, data, places, strict=True):

@@ -126,7 +126,7 @@ def evaluation(rows: Mapping[str, Mapping[str, Tensor]]) -> Figure:
         colors = itertools.cycle((_GREY, _BLUE, _ORANGE, _GREEN, _RED, _PINK))
         for (name, one), color in zip(rows.items(), colors, strict=False):
             kept, risks, _ = metrics.risk_coverage_curve(one["uncertainty"], one["risk"], one["weight"])
-            some = torch.linspace(0, len(kept) - 1, min(len(kept), 500)).long()
+            some = torch.linspace(0, len(kept) - 1, min(len(kept), 500), device="cpu").long()
             panels[n].plot(kept[some], risks[some], color=color, label=name)
         panels[n].set(xlabel="share of predictions kept", ylabel="errors" if "right" in own else "squared error")
         panels[n].set(title="refusing the least sure", xlim=(0, 1), ylim=(0, None))
