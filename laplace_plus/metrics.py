@@ -412,7 +412,8 @@ def _rows(given: Any, targets: Any, weight: Any, *parts: str) -> tuple[list[Tens
 def _check_scores(**named: Any) -> list[Tensor]:
     found = [uncertainty(scores) if _is_prediction(scores) else _tensor(scores) for scores in named.values()]
     for name, scores in zip(named, found, strict=True):
-        checks.shape(name, scores, [None])
+        if not checks.shape(name, scores, [None]).numel():
+            raise EmptyDataError(f"There are no {name}.", expected="at least one number", got="none")
         if n_nan := int(scores.isnan().sum()):
             raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
     return found

@@ -271,11 +271,14 @@ def test_all_kinds_of_posteriors():
         lp.Ensemble([model, nn.Linear(2, 2).double()], "classification"),
         lp.Mixture([posterior, posterior]),
         lp.through(posterior, model, "classification"),
+        lp.calibrate(model, held_out, "temperature", likelihood="classification"),
     ):
         found = lp.evaluate(own, rest)
         p = own.predictive(x[150:]).mean
         close(found["negative_log_likelihood"], metrics.negative_log_likelihood(p, y[150:]), 1e-6)
         close(found["negative_log_likelihood"].network, plain)
+    rule = lp.abstain(posterior, held_out, risk=0.4)
+    assert lp.evaluate(rule, rest).scores == lp.evaluate(posterior, rest).scores
 
 
 def test_noise_and_intervals_of_numbers():
@@ -315,9 +318,11 @@ def test_a_report_is_a_mapping_a_frame_a_figure_and_a_page(tmp_path, classes):
 
 def test_what_cannot_be_evaluated():
     posterior, data, model = fitted()
-    for wrong, options in ((model, {}), (posterior, {"likelihood": "binary"}), (model, {"likelihood": "regression"})):
-        with pytest.raises(ConfigurationError, match="cannot be evaluated"):
+    for wrong, options in ((model, {}), (posterior, {"likelihood": "binary"}), (None, {})):
+        with pytest.raises(ConfigurationError, match="does not predict"):
             lp.evaluate(wrong, data, **options)
+    with pytest.raises(UnsupportedError, match="no noise level"):
+        lp.evaluate(model, data, likelihood="regression")
     with pytest.raises(ConfigurationError, match="grouping"):
         lp.evaluate(posterior, data, by="label")
     with pytest.raises(DataError, match="Soft labels"):

@@ -157,6 +157,7 @@ def test_auroc_depends_on_the_order_alone():
     [
         (torch.zeros(3, 1), torch.zeros(2), ConfigurationError, r"scores_in.*\[3, 1\]"),
         (torch.tensor([0.0, math.nan]), torch.zeros(2), NonFiniteError, "scores_in.*1 NaN"),
+        (torch.zeros(2), torch.zeros(0), EmptyDataError, "no scores_out"),
     ],
 )
 def test_auroc_refuses(inside, outside, error, message):

@@ -9,8 +9,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import laplace_plus as lp
 from laplace_plus import metrics
-from laplace_plus.applications.plotting import class_plane, coverage_diagram, curve, reliability_diagram
+from laplace_plus.applications.plotting import class_plane, curve, reliability_diagram
 from laplace_plus.errors import UnsupportedError
 
 
@@ -102,10 +103,12 @@ def test_a_plane_of_classes_shows_the_probabilities_where_they_are() -> None:
 
 def test_coverage_is_that_of_the_intervals() -> None:
     """Deviations of ±1/2, ±1 and ±2 standard deviations: two thirds lie within 68.3 %, all within 95.5 %."""
-    targets = torch.tensor([0.5, -0.5, 1.0, -1.0, 2.0, -2.0]).double() * 3 + 7
-    figure = coverage_diagram({"one": (torch.full((6,), 7.0).double(), torch.full((6,), 9.0).double(), targets)})
-    panel = figure.axes[0]
-    levels, covered = map(torch.tensor, panel.lines[1].get_data())
-    for level, share in ((0.375, 0), (0.4, 1 / 3), (0.675, 1 / 3), (0.7, 2 / 3), (0.95, 2 / 3), (0.975, 1)):
-        assert float(covered[(levels - level).abs().argmin()]) == pytest.approx(share)
+    targets = torch.tensor([[0.5, -0.5, 1.0, -1.0, 2.0, -2.0]]).double().mT * 3 + 7
+    network = lp.Ensemble([torch.nn.Linear(1, 1).double()], lp.Gaussian(3.0))
+    torch.nn.init.zeros_(network.networks[0].model.weight)
+    torch.nn.init.constant_(network.networks[0].model.bias, 7.0)
+    panel = lp.evaluate(network, [(targets, targets)]).plot().axes[0]
+    levels, covered = panel.lines[2].get_data()
+    assert [round(10 * level) for level in levels] == [*range(11)]
+    assert covered == pytest.approx([0, 0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1])
     assert panel.get_xlabel() and panel.get_ylabel()

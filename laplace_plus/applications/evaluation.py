@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus import checks, metrics
 from laplace_plus._progress import progress_bar
 from laplace_plus.applications import plotting
+from laplace_plus.applications.abstention import AbstentionRule
 from laplace_plus.applications.calibration import CalibratedPosterior
-from laplace_plus.applications.conformal import ConformalPosterior, Grouping, _groups_of
-from laplace_plus.applications.mixtures import Ensemble, Mixture
+from laplace_plus.applications.conformal import ConformalPosterior, Grouping, _groups_of, observed
+from laplace_plus.applications.mixtures import Ensemble, Mixture, predictor
 from laplace_plus.applications.noise import NoisePosterior
 from laplace_plus.applications.through import Through
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
-from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.gaussian import GivenNoise, HeteroscedasticGaussian
 from laplace_plus.network.batches import Batch, batch_size, inputs_of, iterate
 from laplace_plus.network.network import Network, exact_arithmetic
@@ -122,10 +123,11 @@ class Report(Mapping[str, Score]):
         *_, own = self.rows.values()
         found = "This is the network by itself" if len(self.rows) == 1 else found
         if "risk" in own and int((own["risk"] > 0).sum()) >= 10:  # noqa: PLR2004 - half of fewer is chance
-            parts, half = (own["uncertainty"], own["risk"]), metrics.weighted_mean(own["risk"], own["weight"]) / 2
-            enough = [n for n in range(50, 1, -1) if metrics.selective_risk(*parts, 1 - 1 / n, own["weight"]) <= half]
+            kept, risks, _ = metrics.risk_coverage_curve(own["uncertainty"], own["risk"], own["weight"])
+            shares = torch.arange(50, 1, -1, device="cpu")
+            shares = shares[risks[torch.searchsorted(kept, 1 - 1 / shares.double())] <= risks[-1] / 2]
             what = "errors" if "right" in own else "squared errors"
-            found += f"; refusing 1 in {enough[0]} halves the {what}" if enough else ""
+            found += f"; refusing 1 in {int(shares[0])} halves the {what}" if len(shares) else ""
         return found + f"; {self.advice}" * bool(self.advice) + "."
 
     def table(self) -> list[list[str]]:
@@ -221,8 +223,8 @@ def evaluate(
     ``q = .05 … .95``; area under the curve of squared errors; RMSE of the 80 % of least variance.
 
     Args:
-        posterior: A fitted and tuned posterior; what :func:`~laplace_plus.calibrate`, ``conformalize``, ``learn_noise``
-            and ``through`` give; a ``Mixture`` or ``Ensemble``, beside its first network; or a network by itself.
+        posterior: A fitted and tuned posterior; what :func:`~laplace_plus.calibrate`, ``conformalize``, ``abstain``,
+            ``learn_noise`` and ``through`` give; a ``Mixture`` or ``Ensemble``, beside its first network; or a network.
         data: Batches, with targets.
         likelihood: With a network: as for :class:`~laplace_plus.Posterior`; for numbers ``lp.Gaussian(noise_std)``.
         other: Batches of unfamiliar data, of which the inputs are used: adds how well the uncertainty tells them from
@@ -238,16 +240,16 @@ def evaluate(
         ConfigurationError: What cannot be evaluated, no target that counts, groups that are none.
         DataError: Soft labels, or no batches.
         LabelError: Targets that do not fit the likelihood.
-        UnsupportedError: Rows that depend on each other.
+        UnsupportedError: Rows that depend on each other, or a network with a noise that is not known.
 
     Example:
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-2, 2, 60)[:, None]
         >>> y = (x[:, 0] > 0).long()
-        >>> posterior = lp.KFAC(nn.Linear(1, 2), "classification").fit([(x, y)])
+        >>> posterior = lp.KFAC(torch.nn.Linear(1, 2), "classification").fit([(x, y)])
         >>> report = lp.evaluate(posterior, [(x, y)])
-        >>> report["accuracy"].value == float(lp.metrics.accuracy(posterior.predictive(x), y))
-        True
+        >>> abs(report["accuracy"].value - lp.metrics.accuracy(posterior.predictive(x), y)) < 1e-6
+        tensor(True)
     """
     checks.generator(generator)
     checks.number("level", level, above=0.0, below=1.0)
@@ -290,23 +292,18 @@ class _Method:
 
 def _methods(posterior: Any, likelihood: Any) -> tuple[dict[str, _Method], Network, str]:
     """The network by itself and what is evaluated, the network, and what its user should know."""
-    if isinstance(posterior, nn.Module) and likelihood is not None:
-        known = resolve_likelihood(likelihood)
-        if likelihood is known or known.noise_std is None:
-            ensemble = Ensemble([posterior], known)
-            return {"network": _Method(ensemble.predictive, known)}, ensemble.networks[0], ""
+    posterior = posterior.posterior if isinstance(posterior, AbstentionRule) else posterior
+    model = predictor(posterior, likelihood)
+    if model is not posterior:
+        if isinstance(likelihood, str) and model.likelihood.noise_std is not None:
+            model.likelihood.lacks("by its name alone has no noise level", fix="likelihood=lp.Gaussian(noise_std)")
+        return {"network": _Method(model.predictive, model.likelihood)}, model.networks[0], ""
     inner: Any = posterior
     while isinstance(inner, ConformalPosterior | CalibratedPosterior | NoisePosterior | Mixture | Through):
         inner = inner.members[0] if isinstance(inner, Mixture) else inner.posterior
-    network = inner.networks[0] if isinstance(inner, Ensemble) else getattr(inner, "network", None)
-    if network is None or likelihood is not None:
-        expected = "a posterior, a mixture, an ensemble; or a network and likelihood=, for numbers with their noise"
-        got = f"{type(posterior).__name__}, likelihood={likelihood!r}"
-        fix = 'Write lp.evaluate(network, loader, likelihood="classification"), or likelihood=lp.Gaussian(noise_std).'
-        raise ConfigurationError("This cannot be evaluated.", expected=expected, got=got, fix=fix)
-    conformal, own = None, getattr(posterior, "likelihood", None) or inner.likelihood
-    if isinstance(posterior, ConformalPosterior):
-        conformal, own = posterior, getattr(posterior.posterior, "likelihood", inner.likelihood)
+    network = inner.networks[0] if isinstance(inner, Ensemble) else inner.network
+    conformal = posterior if isinstance(posterior, ConformalPosterior) else None
+    own = getattr(posterior if conformal is None else conformal.posterior, "likelihood", None) or inner.likelihood
     plain = own if isinstance(posterior, Through) else inner.likelihood
 
     def alone(x: Any, **_: Any) -> Prediction:
@@ -330,19 +327,21 @@ def _columns(
 ) -> dict[str, Tensor]:
     """Columns of a batch's rows that count, on the CPU."""
     likelihood, sets = method.likelihood, method.conformal
-    likelihood.validate(prediction.functional_mean, batch.target)
     likelihood.require_own_rows("Rows that depend on each other have no scores of their own.")
-    _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
+    targets, share = observed(prediction, likelihood, batch.target)
     density = prediction.log_prob(likelihood.separate(batch.target)[0]).flatten().double()
+    found, n = (
+        {"uncertainty": metrics.uncertainty(prediction), "weight": share.reshape(len(targets), -1).amax(1)},
+        len(targets),
+    )
     if likelihood.is_classifier:
         given = None if sets is None else sets.predict_set(batch.inputs, generator=generator)
-        found = _classes(prediction, likelihood, targets, density, level, given)
+        found |= _classes(prediction, targets.nan_to_num(0).long(), density, level, given)
     else:
+        if isinstance(likelihood, GivenNoise):
+            prediction = _with_noise(prediction, likelihood.rows(prediction.functional_mean, batch.target)[1][..., 1])
         ends = None if sets is None else sets.interval(batch.inputs, generator=generator)
-        found = _numbers(prediction, likelihood, targets, density, level, ends)
-    found["uncertainty"] = metrics.uncertainty(prediction)
-    n = len(found["loss"])
-    found["weight"] = weight.repeat_interleave(n // len(weight)) * found.pop("observed").to(weight)
+        found |= {"loss": -density, **_numbers(prediction, targets.double(), level, ends)}
     found["example"] = torch.arange(batch.size, device="cpu").repeat_interleave(n // batch.size)
     found["group"] = found["label"] if by == "class" else _groups_of(batch.inputs, by, n)
     kept = (found["weight"] > 0).cpu()
@@ -350,20 +349,14 @@ def _columns(
     return {name: own.double() if own.is_floating_point() else own for name, own in found.items()}
 
 
-def _classes(
-    prediction: Prediction, likelihood: Likelihood, targets: Tensor, density: Tensor, level: float, sets: Any
-) -> dict[str, Tensor]:
-    p, labels = likelihood.class_probabilities(prediction.mean).double(), targets.reshape(-1)
-    if len(labels) != len(p):
-        raise DataError("Soft labels have no accuracy.", expected="class indices", got="probabilities")
-    observed, labels = ~labels.isnan(), labels.nan_to_num(0).long()
+def _classes(prediction: Prediction, labels: Tensor, density: Tensor, level: float, sets: Any) -> dict[str, Tensor]:
+    p = prediction.likelihood.class_probabilities(prediction.mean).double()
     if sets is None:
         ordered, order = p.sort(dim=1, descending=True, stable=True)
         sets = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, ordered.cumsum(1) - ordered < level)
     sets, (confidence, guess) = sets.reshape(p.shape), p.max(1)
     chosen, covered = (own.gather(1, labels[:, None])[:, 0] for own in (p, sets))
     return {
-        "observed": observed,
         "label": labels,
         "right": (guess == labels).double(),
         "risk": (guess != labels).double(),
@@ -376,25 +369,21 @@ def _classes(
     }
 
 
-def _numbers(
-    prediction: Prediction, likelihood: Likelihood, targets: Any, density: Tensor, level: float, ends: Any
-) -> dict[str, Tensor]:
-    found = {"loss": -density, "observed": torch.ones_like(density, dtype=torch.bool)}
-    if isinstance(likelihood, GivenNoise):  # each target has its own
-        targets, noise = targets.unbind(-1)
-        mean, known = prediction.mean.flatten(0, -2), prediction.epistemic.flatten(0, -2)
-        outputs = torch.cat([mean, 2 * noise.nan_to_num(1.0).log()], -1)
-        known = torch.cat([known, torch.zeros_like(known)], -1)
-        prediction = from_functional(HeteroscedasticGaussian(), outputs, known)
+def _with_noise(prediction: Prediction, noise: Tensor) -> Prediction:
+    """The prediction with a noise of each target, ``[N, C]``."""
+    mean, known = prediction.mean.flatten(0, -2), prediction.epistemic.flatten(0, -2)
+    outputs = torch.cat([mean, 2 * noise.nan_to_num(1.0).log()], -1)
+    return from_functional(HeteroscedasticGaussian(), outputs, torch.cat([known, torch.zeros_like(known)], -1))
+
+
+def _numbers(prediction: Prediction, y: Tensor, level: float, ends: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
     with suppress(UnsupportedError):  # counts have no quantiles, targets of other kinds no variance
         std, mean = (own.flatten(0, -2).double() for own in (prediction.std, prediction.mean))
-        if not isinstance(targets, Tensor) or targets.shape != mean.shape:
-            return found
-        y = targets.double()
-        found |= {"mean": mean, "variance": std.square(), "target": y, "observed": ~y.isnan().all(1)}
-        found["risk"] = (y - mean).square().nanmean(1)
-        found["rank"] = (y > prediction.quantile(QUANTILES).flatten(1, -2)).sum(0)
-        for own in sorted({0.5, 0.9, 0.95, level}):
+        if y.shape == mean.shape:
+            found |= {"mean": mean, "variance": std.square(), "target": y, "risk": (y - mean).square().nanmean(1)}
+            found["rank"] = (y > prediction.quantile(QUANTILES).flatten(1, -2)).sum(0)
+        for own in sorted({0.5, 0.9, 0.95, level}) if found else ():
             pair = prediction.interval(own) if ends is None or own != level else ends
             low, high = (end.flatten(0, -2).double() for end in pair)
             found[f"coverage_{100 * own:g}"] = ((low <= y) & (y <= high)).double()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from laplace_plus import checks, metrics
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.likelihoods import base
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,35 +74,6 @@ def class_plane(axes: Axes, first: Tensor, second: Tensor, share: Tensor, inputs
     return field
 
 
-def coverage_diagram(predictions: Mapping[str, tuple[Tensor, ...]], *, axes: Axes | None = None) -> Figure:
-    """Draw how many targets lie within central normal intervals, against the level of these: a line for each method.
-
-    Below the diagonal intervals are too narrow, above it too wide.
-
-    Args:
-        predictions: By name, means, variances with noise, and targets, of one shape; entries that are NaN are left out.
-            Weights of rows may follow, ``[N]``.
-        axes: Axes to draw into; without, a new figure.
-
-    Returns:
-        The figure; UnsupportedError if matplotlib is not installed.
-    """
-    panel = _panels(1)[1][0] if axes is None else axes
-    levels = torch.linspace(0, 1, 41, dtype=torch.float64)
-    panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
-    styles = itertools.cycle(itertools.product(("-", "--", ":"), (_BLUE, _ORANGE, _GREEN, _RED, _PINK)))
-    for (name, (mean, variance, targets, *weight)), (style, color) in zip(predictions.items(), styles, strict=False):
-        within = torch.special.erf((targets - mean).abs() / (2 * variance).sqrt())
-        share = base.spread(weight[0], within.shape).to(within) if weight else torch.ones_like(within)
-        within, order = within[observed := ~targets.isnan()].sort()
-        reached = torch.nn.functional.pad(share[observed][order].cumsum(0), (1, 0))
-        covered = reached[torch.searchsorted(within, levels.to(within), right=True)] / reached[-1]
-        panel.plot(levels, covered.cpu(), color=color, linestyle=style, label=name)
-    panel.set(xlabel="level of the interval", ylabel="share of targets within", xlim=(0, 1), ylim=(0, 1))
-    panel.legend(loc="lower right", fontsize="x-small", frameon=False)
-    return panel.get_figure(root=True)  # type: ignore[return-value]
-
-
 def evaluation(rows: Mapping[str, Mapping[str, Tensor]]) -> Figure:
     """Draw the ``rows`` of a report of :func:`laplace_plus.evaluate`: calibration, risks, doubts.
 
@@ -114,17 +84,24 @@ def evaluation(rows: Mapping[str, Mapping[str, Tensor]]) -> Figure:
         The figure; UnsupportedError if matplotlib is not installed.
     """
     *_, own = rows.values()
-    n = len(rows) if "right" in own else int("variance" in own)
+    colors = (_GREY, _BLUE, _ORANGE, _GREEN, _RED, _PINK)
+    lines = [*zip(rows.items(), itertools.cycle(colors), strict=False)]
+    n = len(rows) if "right" in own else int("rank" in own)
     figure, panels = _panels(n + ("risk" in own) + ("strange" in own), shared=False)
     if "right" in own:
         bins = {name: metrics.binned(one["confidence"], one["right"], 15, one["weight"]) for name, one in rows.items()}
         reliability_diagram(bins, axes=panels)
     elif n:
-        parts = ("mean", "variance", "target", "weight")
-        coverage_diagram({name: tuple(one[part] for part in parts) for name, one in rows.items()}, axes=panels[0])
+        panels[0].plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
+        for (name, one), color in lines:  # between the k-th quantile from below and the k-th from above
+            within = [((one["rank"] > k) & (one["rank"] < 19 - k)).double() for k in range(9, -1, -1)]
+            shares = [float(metrics.weighted_mean(part, one["weight"], ~one["target"].isnan())) for part in within]
+            panels[0].plot([k / 10 for k in range(11)], [*shares, 1.0], color=color, label=name)
+        panels[0].set(title="intervals", xlabel="level of the interval", ylabel="share of targets within")
+        panels[0].set(xlim=(0, 1), ylim=(0, 1))
+        panels[0].legend(fontsize="small", frameon=False)
     if "risk" in own:
-        colors = itertools.cycle((_GREY, _BLUE, _ORANGE, _GREEN, _RED, _PINK))
-        for (name, one), color in zip(rows.items(), colors, strict=False):
+        for (name, one), color in lines:
             kept, risks, _ = metrics.risk_coverage_curve(one["uncertainty"], one["risk"], one["weight"])
             some = torch.linspace(0, len(kept) - 1, min(len(kept), 500), device="cpu").long()
             panels[n].plot(kept[some], risks[some], color=color, label=name)
