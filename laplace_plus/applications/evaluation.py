@@ -15,6 +15,7 @@ import base64
 import html
 import io
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -145,7 +146,7 @@ class Report(Mapping[str, Score]):
     def __repr__(self) -> str:
         note = f"{self.n_examples} examples; ± one standard error" + "; * more than two" * (len(self.rows) > 1)
         groups = [f"group {key}: {own.n_examples} examples\n{aligned(own.table())}" for key, own in self.groups.items()]
-        return "\n\n".join([f"{aligned(self.table())}\n{note}", *groups, self.verdict])
+        return "\n\n".join([f"{aligned(self.table())}\n{note}", *groups, textwrap.fill(self.verdict, 100)])
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with a row for each score; ImportError without pandas."""
