@@ -47,19 +47,18 @@ def diagonal_of(cells: list[pytest.Function]) -> list[pytest.Function]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cells of a test marked ``diagonal`` or ``quick``, all others are slow."""
+    """Of the cells of a test marked ``diagonal`` or ``quick``, or both, all others are slow."""
     tables: dict[str, list[pytest.Function]] = {}
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cells in tables.items():
-        if named := cells[0].get_closest_marker("quick"):
-            quick = [cell for cell in cells if cell.callspec.id in named.args]
-            if not quick and len(cells) > 1:
-                raise pytest.UsageError(f"{name}: no case is called as its quick ones, {named.args}")
-        elif cells[0].get_closest_marker("diagonal"):
-            quick = diagonal_of(cells)
-        else:
+        named, crossed = cells[0].get_closest_marker("quick"), cells[0].get_closest_marker("diagonal")
+        if named is None and crossed is None:
             continue
-        for cell in set(cells).difference(quick):
+        quick = set(diagonal_of(cells)) if crossed else set()
+        own = {cell for cell in cells if named and cell.callspec.id in named.args}
+        if named and not own and len(cells) > 1:
+            raise pytest.UsageError(f"{name}: no case is called as its quick ones, {named.args}")
+        for cell in set(cells) - quick - own:
             cell.add_marker("slow")

@@ -187,6 +187,7 @@ def test_hessian_by_double_differentiation():
 
 
 @pytest.mark.diagonal
+@pytest.mark.quick("Diagonal-ggn-selection2")
 @pytest.mark.parametrize("selection", [["inner"], ["norm", "shift"], {"head.weight": torch.eye(3, dtype=torch.bool)}])
 @pytest.mark.parametrize("kind", ["ggn", "empirical_fisher", "hessian"])
 @pytest.mark.parametrize("name", ["Full", "Diagonal"])

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-QUICK = ("regression",)
-RUNS = [pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in NOTEBOOKS]
 
 
 def test_there_are_notebooks():
@@ -27,7 +25,8 @@ def test_notebook_was_run(path):
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
 
 
-@pytest.mark.parametrize("path", RUNS)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib", reason="the notebooks draw pictures")
     matplotlib.use("Agg")

@@ -73,7 +73,7 @@ def test_left_out_losses_are_those_of_refits(likelihood):
         assert found.chosen != "network" and tuned.output_temperature > 2 and found.expected_gain > 0.1
 
 
-@pytest.mark.quick("KFAC", "LowRank", "Subnetwork")
+@pytest.mark.quick("EKFAC", "LowRank", "Subnetwork")
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_gaussian_class_finds_the_temperature(name):
     net, data = problem(overconfident=4.0)
@@ -83,6 +83,7 @@ def test_every_gaussian_class_finds_the_temperature(name):
     assert float(found.predictive(x).log_prob(y).mean()) > -float(nn.functional.cross_entropy(net(x).detach(), y))
 
 
+@pytest.mark.quick("regression")
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_in_doubt_the_network_predicts(likelihood):
     net, data = problem(likelihood, n=200)
@@ -203,7 +204,6 @@ def test_applications_know_it(warm):
     assert torch.allclose(posterior.predict_proba(x), p)
 
 
-@pytest.mark.diagonal
 @pytest.mark.parametrize("make", [lp.Full, lp.Diagonal])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bias", [True, False])
@@ -291,7 +291,7 @@ def surprise_of(net, likelihood, x, y):
     return surprise(network.likelihood, rows_of(network.network, network.likelihood, [(x, y)], len(x)))
 
 
-@pytest.mark.diagonal
+@pytest.mark.quick("1-binary", "2-classification")
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_training_do_not_surprise(likelihood, seed):

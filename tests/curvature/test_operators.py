@@ -71,7 +71,13 @@ each_likelihood = pytest.mark.parametrize(
 
 
 @pytest.mark.quick(
-    "transformer_encoder", "unet", "lstm", "tied_language_model", "siamese", "embedding_bag", "mixture_of_experts"
+    "transformer_encoder",
+    "lstm",
+    "tied_language_model",
+    "siamese",
+    "embedding_bag",
+    "mixture_of_experts",
+    "weight_normed",
 )
 @each_typical
 def test_architectures(architecture: Architecture):
@@ -142,7 +148,7 @@ def test_empirical_fisher(likelihood, outputs):
     close(rows.abs(), gradients.abs(), 1e-9)
 
 
-@pytest.mark.quick("classes")
+@pytest.mark.quick("variances")
 @pytest.mark.parametrize(
     ("likelihood", "outputs"),
     [

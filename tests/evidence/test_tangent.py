@@ -67,6 +67,7 @@ def linear_oracle(phi, y, index, n_groups):
     return precision, noise**0.5, mean, gamma, normal.log_prob(torch.from_numpy(y)).item()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("kept", [2**31, 0])
 def test_linear_regression_with_three_groups_is_exact(kept, monkeypatch):
     monkeypatch.setattr(tangent_model, "_KEPT_BYTES", kept)  # Jacobians are kept, or products taken anew

@@ -124,6 +124,7 @@ each_pair = pytest.mark.parametrize(("backend", "structure"), PAIRS)
 
 
 @pytest.mark.diagonal
+@pytest.mark.quick("mlp-gaussian per output-backpack-diagonal")
 @each_pair
 @pytest.mark.parametrize("likelihood_name", LIKELIHOODS)
 @pytest.mark.parametrize("network_name", NETWORKS)

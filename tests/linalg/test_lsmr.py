@@ -117,7 +117,7 @@ def test_zero_operator_and_zero_rows_and_columns() -> None:
     torch.testing.assert_close(damped.value, dense(A, normal(6, seed=1), 0.1), rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.quick("0.0-wide", "1.0-square", "1e-05-tall", "0.0-row", "1.0-column")
+@pytest.mark.quick("0.0-wide", "1.0-square", "1e-05-wide", "0.0-tall", "0.0-row", "1.0-column")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("damp", [0.0, 1.0, pytest.param(0.05, marks=pytest.mark.slow), 1e-5])
 def test_gradients(shape: tuple[int, int], damp: float) -> None:

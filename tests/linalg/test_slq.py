@@ -45,10 +45,10 @@ class TestLogDeterminants:
         n = 60
         spectrum = torch.linspace(0.3, 4, n, dtype=DTYPE)
         matrix = with_spectrum(spectrum)
-        results = [slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, generator=generator(s)) for s in range(60)]
+        results = [slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, generator=generator(s)) for s in range(40)]
         values = torch.stack([x.value for x in results])
         spread = values.std()
-        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 60**0.5
+        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 40**0.5
         sem = torch.stack([x.sem for x in results]).square().mean().sqrt()
         assert 0.75 < sem / spread < 1.33
 

@@ -114,6 +114,7 @@ def test_everything_is_that_of_the_dense_truncated_factors(rank):
     assert ((along.mT @ along / len(along) - torch.eye(2)).abs() < 4.5 * math.sqrt(2 / len(along))).all()
 
 
+@pytest.mark.slow
 def test_more_rank_lowers_the_evidence_to_that_of_whole_factors_and_takes_variance():
     """``log det`` gains terms: the evidence of truncated factors is an upper bound."""
     whole, data = fitted(None)

@@ -408,6 +408,7 @@ def test_loaded_posteriors_encode_alike(problem, tmp_path, monkeypatch):
     assert torch.equal(lp.load(tmp_path / "e", net).trajectories, posterior.trajectories)
 
 
+@pytest.mark.slow
 def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path):
     net, data = problem
     posterior = fit(problem, sampling="exploration", weight_decay=0.02, n_steps=2)

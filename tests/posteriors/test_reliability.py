@@ -134,6 +134,7 @@ class Timeout(Exception):
 
 
 @pytest.mark.diagonal
+@pytest.mark.quick("LowRank-6-OutOfMemoryError")
 @pytest.mark.parametrize("error", [MemoryError, TimeoutError, Timeout, torch.OutOfMemoryError])
 @pytest.mark.parametrize(
     ("posterior_class", "n_passes"), [(lp.KFAC, 1), (lp.LowRank, 6), (sampled, 6), (riemannian, 3)]
@@ -262,7 +263,9 @@ def test_loading_draws_no_random_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["network", pytest.param("autocast", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["LowRank", "NullSpace", "MetricBNN", pytest.param("VIKING", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["LowRank", "MetricBNN", *(pytest.param(n, marks=pytest.mark.slow) for n in ("NullSpace", "VIKING"))]
+)
 def test_products_of_bfloat16_are_no_mistake_of_the_operator(name, how):
     """Two ways to one number differ by its rounding, which is not that of the vectors; predictions are near."""
     torch.manual_seed(0)

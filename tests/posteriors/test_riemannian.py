@@ -190,6 +190,7 @@ def test_minibatches_differ_between_samples():
     torch.testing.assert_close(whole_again.fit(data, generator=generator()).samples, whole.samples, rtol=0, atol=1e-6)
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize(
     "options",
     [

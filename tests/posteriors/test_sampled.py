@@ -199,6 +199,7 @@ def test_preconditioners_change_the_iterations_and_not_the_samples():
     assert iterations["classification", "nystrom"] < iterations["classification", "none"] / 2
 
 
+@pytest.mark.quick("sgd")
 @pytest.mark.parametrize("solver", [lp.CGSolver(max_iterations=1), lp.SGDSolver(epochs=1)], ids=["cg", "sgd"])
 def test_a_missed_tolerance_is_told(solver):
     model, data = deep()
@@ -367,6 +368,7 @@ def test_other_data_of_the_same_number_are_refused(tmp_path):
             assert torch.equal(each.samples, before)
 
 
+@pytest.mark.slow
 def test_the_same_data_in_another_order_are_accepted(tmp_path):
     model, data = deep()
     posterior = sampled()

@@ -172,15 +172,16 @@ def test_structures(structure, tmp_path):
     assert_close(again.variance(), torch.full((67,), float(result.std) ** 2))
 
 
-def test_a_run_goes_on_where_it_was():
+@pytest.mark.quick("pretrained")
+@pytest.mark.parametrize("prior_mean", [0.0, "pretrained"])
+def test_a_run_goes_on_where_it_was(prior_mean):
     data = classes()
-    for prior_mean in (0.0, "pretrained"):
-        whole = train(classifier(), loader(*data), epochs=6, prior_mean=prior_mean)
-        begun = train(classifier(), loader(*data), epochs=3, prior_mean=prior_mean)
-        torch.manual_seed(5)  # whatever happened in between
-        rest = train(classifier(seed=1), loader(*data), epochs=6, prior_mean=prior_mean, state=begun.state)
-        assert rest.losses == whole.losses and torch.equal(rest.posterior.mean, whole.posterior.mean)
-        assert torch.equal(rest.std, whole.std) and torch.equal(rest.prior_std, whole.prior_std)
+    whole = train(classifier(), loader(*data), epochs=6, prior_mean=prior_mean)
+    begun = train(classifier(), loader(*data), epochs=3, prior_mean=prior_mean)
+    torch.manual_seed(5)  # whatever happened in between
+    rest = train(classifier(seed=1), loader(*data), epochs=6, prior_mean=prior_mean, state=begun.state)
+    assert rest.losses == whole.losses and torch.equal(rest.posterior.mean, whole.posterior.mean)
+    assert torch.equal(rest.std, whole.std) and torch.equal(rest.prior_std, whole.prior_std)
     with pytest.raises(CheckpointError):
         train(classifier(norm=True), loader(*data), prior_mean=0.0, state=begun.state)
 

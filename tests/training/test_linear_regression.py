@@ -142,6 +142,7 @@ def test_other_structures_climb_their_own_evidence(cls):
     assert again.log_marginal_likelihood().item() == pytest.approx(own, abs=0.05)
 
 
+@pytest.mark.slow
 def test_kfac_is_exact_on_a_single_layer():
     torch.manual_seed(0)
     x, y = linear_data()

@@ -146,6 +146,29 @@ def test_diagonal(architecture):
     assert_functional(posterior, architecture)
 
 
+@pytest.mark.quick(
+    "resnet",
+    "unet",
+    "siamese",
+    "transformer_encoder",
+    "lstm",
+    "cells",
+    "tied_language_model",
+    "bilinear",
+    "graph",
+    "embedding_bag",
+    "mixture_of_experts",
+    "weight_normed",
+    "dropouts",
+    "frozen_backbone",
+    "unused",
+    "functional",
+    "held_twice",
+    "two_names",
+    "declared_out_of_order",
+    "generator",
+    "compiled_part",
+)
 @pytest.mark.filterwarnings("ignore:Which rows belong")
 @each
 def test_kronecker(architecture):
@@ -255,6 +278,7 @@ def test_full(architecture):
 
 @pytest.mark.quick(
     "Full-tied_language_model",
+    "Full-dropouts",
     "Full-functional",
     "Full-mixture_of_experts",
     "Full-siamese",
