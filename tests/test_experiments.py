@@ -10,7 +10,6 @@ import torch
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments import run as report
-from laplace_plus.experiments.comparison import Outcome
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
 from laplace_plus.experiments.settings import DataSettings, TrainingSettings, folder_of, read_posteriors
 
@@ -92,7 +91,7 @@ def test_posteriors_that_cannot_be_read(entries, message):
 
 def test_mean_and_standard_error():
     values = [0.1, 0.4, 0.7, 0.2]
-    outcomes = [Outcome({}, {"accuracy": value}) for value in values]
+    outcomes = [report.Outcome({}, {"accuracy": value}) for value in values]
     found = report.summary(outcomes)["metrics"]["accuracy"]
     sample = torch.tensor(values, dtype=torch.float64)
     assert found["mean"] == pytest.approx(float(sample.mean()))
