@@ -13,7 +13,7 @@ import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, make_moons
 from torch import Tensor, nn
 
 import laplace_plus as lp
@@ -109,6 +109,38 @@ def conformal() -> Figure:
         panel.fill_between(grid[:, 0], low[:, 0], high[:, 0], color="#a9d5f2")
         panel.plot(*drawn(200), "k.", markersize=3)
         panel.set(title=f'score="{score}"', ylim=(-2.6, 2.6), ylabel="target", xlabel="input" if k else "")
+    return figure
+
+
+def abstain() -> Figure:
+    """What a rule refuses of two moons, and the errors of 200 rules on new data."""
+
+    def moons(n: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = make_moons(n, noise=0.3, random_state=seed)
+        return torch.tensor(x).float(), torch.tensor(y)
+
+    torch.manual_seed(0)
+    x, y = moons(300, 0)
+    layers = nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 2)
+    model = trained(nn.Sequential(*layers), x, y, nn.functional.cross_entropy, 500)
+    posterior = lp.KFAC(model, "classification").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
+    rule = lp.abstain(posterior, [moons(1000, 1)], risk=0.05)
+    side, (new, labels) = torch.linspace(-2, 3, 120), moons(20_000, 2)
+    prediction, accepted = rule(torch.cartesian_prod(side, side))
+    share, errors = posterior.predictive(new).mean, []
+    wrong, sure = (share.argmax(1) != labels).double(), share.amax(1).double()
+    for seed in range(10, 210):
+        again = lp.abstain(posterior, [moons(1000, seed)], risk=0.05)
+        errors.append(100 * float(wrong[sure > again.threshold].mean()))
+    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    plotting.class_plane(left, side, side, prediction.mean[:, 1], x[:100], y[:100])
+    refused = (~accepted).double().view(120, 120).T
+    left.contourf(side, side, refused, levels=[0.5, 1.5], colors="none", hatches=["////"])
+    left.set(title=f"hatched: refused, {rule.refused:.0%}", xticks=[], yticks=[])
+    right.hist(errors, bins=20, color="#a9d5f2")
+    right.axvline(5, color="#d55e00")
+    right.set(title="200 rules on new data", xlabel="errors of what is accepted, %", ylabel="rules")
     return figure
 
 
@@ -249,7 +281,7 @@ if __name__ == "__main__":
     images = {name: in_notebook(name) for name in PICTURES}
     for name in ("constraints", "lora", "pruning", "tomography"):
         images[name].save(DOCS / "figures" / f"{name}.webp", quality=85)
-    for draw in (segmentation, conformal, pretrained, tokens, tables, image_classifier, study):
+    for draw in (segmentation, conformal, abstain, pretrained, tokens, tables, image_classifier, study):
         name = draw.__name__.replace("_", "-")
         with mpl.rc_context(plotting.STYLE):
             draw().savefig(DOCS / "figures" / f"{name}.webp", dpi=150)
