@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_plus as lp
 from laplace_plus.errors import CheckpointError, NotFittedError
-
-pytest.importorskip("lightning", reason="needs the extra `lightning`")
-import lightning
-
-from laplace_plus.integrations.lightning import LaplaceCallback, LaplacePredictor, load_posterior
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -23,20 +19,19 @@ pytestmark = [
 ]
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, decay=0.01):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 2))
-        self.decay = decay
+class Parts:
+    """Lightning takes seconds to import, which the worker alone spends that runs these tests."""
 
-    def forward(self, x):
-        return self.net(x)
+    def __getattr__(self, name):
+        return getattr(import_module("integrations.lightning_parts"), name)
 
-    def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), 1e-2, weight_decay=self.decay)
+parts = Parts()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed():
+    pytest.importorskip("lightning", reason="needs the extra `lightning`")
 
 
 def loader(**options):
@@ -48,13 +43,13 @@ def loader(**options):
 def trainer(tmp_path, *callbacks, **options):
     options = {"max_epochs": 5, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"} | options
     silent = {"enable_model_summary": False, "default_root_dir": tmp_path, "enable_checkpointing": False}
-    return lightning.Trainer(callbacks=list(callbacks), **(silent | options))
+    return parts.lightning.Trainer(callbacks=list(callbacks), **(silent | options))
 
 
 @pytest.fixture
 def trained(tmp_path):
     torch.manual_seed(0)
-    module, callback = Module(), LaplaceCallback("classification")
+    module, callback = parts.Module(), parts.LaplaceCallback("classification")
     runner = trainer(tmp_path, callback)
     runner.fit(module, loader(shuffle=True))
     return module, callback, runner
@@ -73,9 +68,9 @@ def test_the_posterior_is_that_of_the_library(trained):
 
 def test_training_and_random_state_are_as_without_the_callback(tmp_path):
     states = []
-    for callbacks in ([], [LaplaceCallback("classification", "Diagonal")]):
+    for callbacks in ([], [parts.LaplaceCallback("classification", "Diagonal")]):
         torch.manual_seed(0)
-        module, runner = Module(), trainer(tmp_path, *callbacks)
+        module, runner = parts.Module(), trainer(tmp_path, *callbacks)
         runner.fit(module, loader(shuffle=True))
         hooks = [len(vars(m)["_forward_hooks"]) + len(vars(m)["_forward_pre_hooks"]) for m in module.modules()]
         states.append((torch.get_rng_state(), *module.state_dict().values(), torch.tensor(hooks)))
@@ -83,24 +78,19 @@ def test_training_and_random_state_are_as_without_the_callback(tmp_path):
     assert all(map(torch.equal, *states))
 
 
-class _Validated(Module):
-    def validation_step(self, batch, index):
-        pass
-
-
 def test_a_checkpoint_keeps_the_posterior_and_pickles_nothing(trained, tmp_path):
     module, callback, runner = trained
     runner.save_checkpoint(tmp_path / "model.ckpt")
-    again = Module.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    again = parts.Module.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     x = loader().dataset.tensors[0]
     expected = callback.posterior.predictive(x).mean
-    assert torch.equal(load_posterior(tmp_path / "model.ckpt", again).predictive(x).mean, expected)
+    assert torch.equal(parts.load_posterior(tmp_path / "model.ckpt", again).predictive(x).mean, expected)
     with pytest.raises(CheckpointError, match="another one"):
-        load_posterior(tmp_path / "model.ckpt", Module())
-    later = LaplaceCallback("classification")
-    trainer(tmp_path, later).validate(_Validated(), loader(), ckpt_path=tmp_path / "model.ckpt", verbose=False)
+        parts.load_posterior(tmp_path / "model.ckpt", parts.Module())
+    later = parts.LaplaceCallback("classification")
+    trainer(tmp_path, later).validate(parts.Validated(), loader(), ckpt_path=tmp_path / "model.ckpt", verbose=False)
     assert torch.equal(later.posterior.predictive(x).mean, expected)
-    trainer(tmp_path, later, max_epochs=6).fit(Module(), loader(), ckpt_path=tmp_path / "model.ckpt")
+    trainer(tmp_path, later, max_epochs=6).fit(parts.Module(), loader(), ckpt_path=tmp_path / "model.ckpt")
     assert not torch.equal(later.posterior.predictive(x).mean, expected)  # of the weights six epochs gave
 
 
@@ -108,7 +98,7 @@ def test_checkpoints_of_later_training_hold_no_stale_posterior(trained, tmp_path
     module, callback, _ = trained
     seen = []
 
-    class Watch(lightning.Callback):
+    class Watch(parts.lightning.Callback):
         def on_train_epoch_end(self, runner, module):
             seen.append(callback.posterior)
 
@@ -124,41 +114,32 @@ def test_the_trainer_predicts_with_it(trained, tmp_path):
     torch.testing.assert_close(torch.cat([one.mean for one in found]), expected)
     assert all(isinstance(one, lp.Prediction) for one in found)
     bare = DataLoader(TensorDataset(x), batch_size=60)
-    (only,) = trainer(tmp_path).predict(LaplacePredictor(callback.posterior, link="probit"), bare)
+    (only,) = trainer(tmp_path).predict(parts.LaplacePredictor(callback.posterior, link="probit"), bare)
     torch.testing.assert_close(only.mean, callback.posterior.predictive(x, link="probit").mean)
 
 
 def test_a_submodule_and_other_data(tmp_path):
     data = [next(iter(loader()))]
-    callback = LaplaceCallback("classification", lp.Full, data=data, network="net", parameters="last_layer")
-    module = Module()
+    callback = parts.LaplaceCallback("classification", lp.Full, data=data, network="net", parameters="last_layer")
+    module = parts.Module()
     runner = trainer(tmp_path, callback, max_epochs=1)
     runner.fit(module, loader())
     assert callback.posterior.n_data == 20 and callback.posterior.n_parameters == 18
     assert callback.posterior.network.model is module.net
     runner.save_checkpoint(tmp_path / "net.ckpt")
-    again = Module.load_from_checkpoint(tmp_path / "net.ckpt", weights_only=True)
-    assert load_posterior(tmp_path / "net.ckpt", again).network.model is again.net
+    again = parts.Module.load_from_checkpoint(tmp_path / "net.ckpt", weights_only=True)
+    assert parts.load_posterior(tmp_path / "net.ckpt", again).network.model is again.net
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path):
     with pytest.raises(NotFittedError):
-        LaplaceCallback("classification").predictor()
-
-
-class _Weighted(Module):
-    def __init__(self):
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), label_smoothing=0.1)
-
-    def training_step(self, batch, index):
-        return self.loss(self(batch[0]), batch[1])
+        parts.LaplaceCallback("classification").predictor()
 
 
 def test_weights_and_smoothing_of_the_loss_are_those_of_the_likelihood(tmp_path):
-    callback = LaplaceCallback("classification", "Diagonal")
-    trainer(tmp_path, callback, max_epochs=1).fit(_Weighted(), loader())
+    callback = parts.LaplaceCallback("classification", "Diagonal")
+    trainer(tmp_path, callback, max_epochs=1).fit(parts.Weighted(), loader())
     assert callback.posterior.likelihood == lp.Categorical(weight=(1.0, 2.0), label_smoothing=0.1)
-    given = LaplaceCallback(lp.Categorical(weight=(1.0, 2.0)), "Diagonal")
+    given = parts.LaplaceCallback(lp.Categorical(weight=(1.0, 2.0)), "Diagonal")
     with pytest.warns(UserWarning, match="had label_smoothing=0.1, and"):
-        trainer(tmp_path, given, max_epochs=1).fit(_Weighted(), loader())
+        trainer(tmp_path, given, max_epochs=1).fit(parts.Weighted(), loader())
