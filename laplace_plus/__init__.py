@@ -27,6 +27,7 @@ from laplace_plus.applications.abstention import AbstentionRule, abstain
 from laplace_plus.applications.calibration import CalibratedPosterior, calibrate
 from laplace_plus.applications.conformal import ConformalPosterior, conformalize
 from laplace_plus.applications.distances import FeatureDistance
+from laplace_plus.applications.distillation import distill
 from laplace_plus.applications.evaluation import Report, evaluate
 from laplace_plus.applications.fields import SpatialField
 from laplace_plus.applications.mixtures import Ensemble, Mixture
@@ -97,6 +98,7 @@ __all__ = [
     "constraints",
     "continue_on",
     "curvature",
+    "distill",
     "distributed",
     "errors",
     "evaluate",

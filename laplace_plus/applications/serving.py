@@ -45,33 +45,6 @@ class FrozenPrediction(NamedTuple):
     functional_variance: Tensor
 
 
-class _Pair(NamedTuple):
-    """Of two classes ``p_k = ½ Σ_s w_s erfc((f_j − f_k) / (2 Var(f_j − f_k) + 2 s)^½)``, exact for a Gaussian f.
-
-    Attributes:
-        contrasts: What is taken of the outputs, ``[Q, 2]``: themselves, then ``f_j − f_k`` for each k and s.
-        spread: Their variances, the latter doubled, of those of the outputs and of ``f_1 − f_2``, ``[Q, 3]``.
-        scales: What is added to them: 0, then ``2 s``, ``[Q]``.
-        shares: ``½ w_s`` of each class, ``[2, Q − 2]``.
-    """
-
-    contrasts: Tensor
-    spread: Tensor
-    scales: Tensor
-    shares: Tensor
-
-    @classmethod
-    def create(cls, like: Tensor) -> _Pair:
-        scales, logarithms = LOGISTIC_SCALES
-        n, unit = len(scales), torch.eye(3, dtype=torch.float64, device="cpu")
-        difference = (unit[1:2, :2] - unit[:1, :2]).expand(n, 2)
-        contrasts = torch.cat([unit[:2, :2], difference, -difference])
-        spread = torch.cat([unit[:2], 2 * unit[2:].expand(2 * n, 3)])
-        every = torch.cat([torch.zeros_like(scales[:2]), 2 * scales, 2 * scales])
-        shares = torch.block_diag(*[logarithms.exp()[None] / 2] * 2)
-        return cls(*(one.to(like) for one in (contrasts, spread, every, shares)))
-
-
 class FrozenPosterior(nn.Module):
     """The linearised predictive at the default link, called as the network is; always in evaluation mode.
 
@@ -94,46 +67,36 @@ class FrozenPosterior(nn.Module):
         weight = widen(entries[:, : entries.shape[1] - self.pads]) / heat
         shift = torch.zeros(len(weight)).to(weight) if bias is None else widen(bias) / heat
         needed: Any = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
-        pair = _Pair.create(weight) if link == "gumbel" and len(weight) == 2 else None  # noqa: PLR2004
         tensors: dict[str, Any] = {"noise": None if noise is None else noise.square().to(weight)}
-        tensors |= {"weight": weight, "shift": shift, **(pair._asdict() if pair else {})}
+        tensors |= {"weight": weight, "shift": shift, **pair_tables(link, weight)}
         factor = next(iter(posterior.factors().values()))
         self.rotates = False
         if isinstance(factor, EigenFactor) and isinstance(factor.basis, KroneckerBasis | IdentityBasis):
-            needed = "diagonal" if pair else needed
             table = factor.values[0].reciprocal() / heat**2
-            tensors |= self._table(factor.basis, table, pair, needed, weight, shift)
+            tensors |= self._table(factor.basis, table, needed, weight, shift)
         else:
             covariance = posterior.covariance_matrix()[index.flatten()[:, None], index.flatten()]
             covariance = covariance.view(*index.shape, *index.shape).transpose(0, 1)
             tensors["dense"] = covariance.flatten(1) / heat**2  # [i, C C i]
         self.needed = needed
-        self.has_noise, self.has_pair, self.is_dense = noise is not None, pair is not None, "dense" in tensors
+        self.has_noise, self.has_pair, self.is_dense = noise is not None, "shares" in tensors, "dense" in tensors
         for key, value in tensors.items():
             if value is not None:  # torch.export miscounts buffers that are None
                 self.register_buffer(key, value.detach().clone())
         self.train(False)
 
-    def _table(
-        self, basis: Any, table: Tensor, pair: _Pair | None, needed: Any, weight: Tensor, shift: Tensor
-    ) -> dict[str, Tensor | None]:
+    def _table(self, basis: Any, table: Tensor, needed: Any, weight: Tensor, shift: Tensor) -> dict[str, Tensor | None]:
         """Weights of the outputs and of the features in the eigenbasis, and what their squares are multiplied by."""
         size, offset = len(weight), None
         left = _formed(getattr(basis, "left", None), table[:, 0])
         right = _formed(getattr(basis, "right", None), table[0])
-        unit = torch.eye(size).to(table)
-        if pair is not None:
-            unit = torch.cat([unit, unit[:1] - unit[1:]])
         if needed == "diagonal":
-            table = (unit if left is None else unit @ left).square() @ table
+            table = table if left is None else left.square() @ table
         elif needed == "full":
-            own = unit if left is None else left
+            own = torch.eye(size).to(table) if left is None else left
             table = torch.einsum("co,ko,oi->cki", own, own, table).flatten(0, 1)
         if right is None and self.pads:
             table, offset = table[:, :-1], table[:, -1]
-        if pair is not None:
-            weight, shift, table = pair.contrasts @ weight, pair.contrasts @ shift, pair.spread @ table
-            offset = pair.scales if offset is None else pair.scales + pair.spread @ offset
         self.outputs, self.rotates = len(weight), right is not None
         if right is not None:  # one product for the outputs and for the features' coordinates
             weight = torch.cat([weight, right.mT[:, : len(right) - self.pads]])
@@ -178,13 +141,14 @@ class FrozenPosterior(nn.Module):
         """The prediction for a batch's inputs, passed as to the network."""
         mean, covariance = self.functional(*(() if first is None else (first,)), *more, **keywords)
         own: dict[str, Any] = self._buffers  # a tenth of the time that attributes take, of which one input feels each
-        if self.has_pair:
-            if covariance.dim() > mean.dim():
-                mean = F.linear(mean, own["contrasts"])
-                covariance = F.linear(_with_difference(covariance), own["spread"], own["scales"])
-            p = F.linear((mean[..., 2:] * covariance[..., 2:].rsqrt()).erfc(), own["shares"])
-            return FrozenPrediction(p, torch.addcmul(p, p, p, value=-1), mean[..., :2], covariance[..., :2])
         variance = _variance(mean, covariance)
+        if self.has_pair:  # p_k = ½ Σ_s w_s erfc((f_j − f_k) / (2 Var(f_j − f_k) + 2 s)^½), exact for a Gaussian f
+            spread = variance.sum(-1, keepdim=True)
+            if covariance.dim() > mean.dim():
+                spread = (spread - covariance[..., 0, 1:] - covariance[..., 1, :1]).clamp_min(0.0)
+            ahead = (mean[..., 1:] - mean[..., :1]) * (2 * spread + own["scales"]).rsqrt()
+            p = torch.cat([ahead, -ahead], -1).erfc() @ own["shares"]
+            return FrozenPrediction(p, torch.addcmul(p, p, p, value=-1), mean, variance)
         if self.has_noise:
             return FrozenPrediction(mean, variance + own["noise"], mean, variance)
         marginal = self.likelihood.predict(mean, covariance, link=self.link)
@@ -256,6 +220,15 @@ def _unsupported(why: str) -> UnsupportedError:
     )
 
 
+def pair_tables(link: str, like: Tensor) -> dict[str, Tensor]:
+    """Of two classes by ``"gumbel"``: ``2 s [Q]``, and what 2 Q values of erfc are multiplied by, ``[2 Q, 2]``."""
+    if link != "gumbel" or len(like) != 2:  # noqa: PLR2004
+        return {}
+    scales, logarithms = LOGISTIC_SCALES
+    shares = torch.block_diag(*[logarithms.exp()[:, None] / 2] * 2)
+    return {"scales": (2 * scales).to(like), "shares": shares.to(like)}
+
+
 def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
     return covariance.diagonal(dim1=-2, dim2=-1) if covariance.dim() > mean.dim() else covariance
 
@@ -273,9 +246,3 @@ def _entries(network: Network, pads: bool) -> Tensor:
 def _formed(side: Any, like: Tensor) -> Any:
     """The first group's eigenvectors, which a limited rank leaves as reflections."""
     return side if side is None else side[0] if isinstance(side, Tensor) else torch.eye(len(like)).to(like) @ side[0]
-
-
-def _with_difference(covariance: Tensor) -> Tensor:
-    """Variances of two outputs and of their difference, ``[..., 3]``."""
-    variances, shared = covariance.diagonal(dim1=-2, dim2=-1), covariance[..., 0, 1:] + covariance[..., 1, :1]
-    return torch.cat([variances, (variances.sum(-1, keepdim=True) - shared).clamp_min(0.0)], -1)

@@ -1,0 +1,276 @@
+"""Uncertainty at about the price of one forward pass: a head on the network's own features, fitted to a posterior.
+
+Of a linear last layer a variance is a quadratic form of what enters it; of all weights there is one for each layer,
+times how the output depends on that. With the outputs and the inputs of some layers as features φ, the head is::
+
+    log V_c(x) = log(ε_c + Σ_h U_ch (w_hᵀφ + b_h)²) + Σ_h R_ch tanh(s_hᵀφ + t_h),   U ≥ 0, ε > 0.
+
+The form grows far from the data as the exact variance does; the rest stays within its range on what it was fitted to.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from laplace_plus import checks
+from laplace_plus._progress import progress_bar
+from laplace_plus.applications.serving import FrozenPosterior, pair_tables
+from laplace_plus.errors import UnsupportedError, warn
+from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian
+from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network import batches
+from laplace_plus.network.network import exact_arithmetic
+from laplace_plus.posteriors import Posterior
+from laplace_plus.predictive.linearized import outputs_for
+
+__all__ = ["DistillationQuality", "DistilledPosterior", "distill"]
+
+MOST_TAPS, HELD, BATCH, RATE, GOOD = 8, 5, 512, 1e-2, 0.9
+"""Layers whose inputs are features; every fifth input is held back; rows of a step of Adam and its largest rate; below
+which quality there is a warning."""
+
+_PASS = threading.local()
+"""``.taken``: inputs of layers in the pass that runs in this thread; a context variable could not be compiled."""
+
+
+class DistillationQuality(NamedTuple):
+    """R² of log-variances, and Spearman's correlation, of inputs that were held back and of altered copies of them."""
+
+    r2_held: float
+    rank_held: float
+    r2_altered: float
+    rank_altered: float
+
+
+class DistilledPosterior(FrozenPosterior):
+    """A copy of the network with a head for variances, called as the network is; see :func:`distill`.
+
+    For classes by ``"gumbel"`` and ``"network"``, ``functional_variance`` is that of independent logits whose
+    differences vary as the posterior's do: ``functional_posterior(x, outputs="independent")``.
+    """
+
+    quality: DistillationQuality
+
+    def __init__(self, posterior: Posterior, link: str, inputs: Any):
+        nn.Module.__init__(self)
+        self.likelihood, self.link, self.heat = posterior.likelihood, link, posterior.output_temperature
+        self.arrange, noise = posterior.network.arrange, posterior.likelihood.noise_std
+        self.is_centred = isinstance(self.likelihood, Categorical) and link != "probit"
+        self.body = copy.deepcopy(posterior.network.model).requires_grad_(False)
+        layers = {name: own for name, own in self.body.named_modules() if next(own.parameters(False), None) is not None}
+        hooks = {name: own.register_forward_pre_hook(partial(_take, name)) for name, own in layers.items()}
+        self.taps = dict[str, tuple[int, bool]]()  # the axis of a layer's features, and whether they are averaged
+        args, keywords = batches.bind(self.train(False).body, inputs)
+        outputs = self.features(*args, **keywords)[0]
+        tables = pair_tables(link, outputs.flatten(0, -2)[0])
+        self.has_noise, self.has_pair = noise is not None, bool(tables)
+        for name, own in (tables | ({} if noise is None else {"noise": noise.detach().square().to(outputs)})).items():
+            self.register_buffer(name, own)
+        taken = {name: own for name, own in _PASS.taken.items() if own.ndim > 1 and len(own) == len(outputs)}
+        names = [name for name, own in taken.items() if own.is_floating_point()]
+        for place in torch.linspace(0, len(names) - 1, min(MOST_TAPS, len(names))).round().int().tolist():
+            axis = 1 if isinstance(layers[names[place]], nn.modules.conv._ConvNd) else -1
+            own = taken[names[place]].movedim(axis, -1)
+            self.taps[names[place]] = axis, own.shape[:-1] != outputs.shape[:-1]
+        for name in hooks.keys() - self.taps.keys():
+            hooks[name].remove()
+
+    def features(self, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """The outputs ``[B, *, C]`` and the features ``[B, *, D]``."""
+        _PASS.taken = {}
+        outputs = self.arrange(batches.output_tensor(self.body(*args, **keywords)))
+        parts = [outputs]
+        for name, (axis, is_averaged) in self.taps.items():
+            value = _PASS.taken[name]
+            if is_averaged:
+                places = [place for place in range(1, value.ndim) if place != axis % value.ndim]
+                value = torch.cat([value.mean(places), value.square().mean(places).sqrt()], -1)
+                value = value.view(len(value), *[1] * (outputs.ndim - 2), -1).expand(*outputs.shape[:-1], -1)
+            parts.append(value if axis < 0 or is_averaged else value.movedim(axis, -1))
+        return outputs if self.heat == 1 else outputs / self.heat, torch.cat(parts, -1)
+
+    def log_variance(self, features: Tensor) -> Tensor:
+        """The head: logarithms ``[B, *, C]`` of variances, of centred logits where the link takes independent ones."""
+        level, more = _terms(self._buffers, features)
+        return level + more.clamp(self._buffers["low"], self._buffers["high"])
+
+    def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """The outputs ``[B, *, C]`` and their variances."""
+        mean, features = self.features(*inputs, **keywords)
+        variance = self.log_variance(features.to(self._buffers["inner"])).exp()
+        return mean, independent_variances(mean, variance) if self.is_centred else variance
+
+
+def distill(
+    posterior: Posterior,
+    inputs: Any,
+    *,
+    link: str | None = None,
+    copies: int = 8,
+    width: int = 32,
+    steps: int = 2000,
+    progress: bool = False,
+    generator: torch.Generator | None = None,
+) -> DistilledPosterior:
+    """A module for serving whose variances come from a small head; it exports as the network does: ``docs/serving.md``.
+
+    The head is fitted to exact variances at the inputs and at altered copies of them: mixtures, rolls, other contrasts,
+    noise, swapped tokens. Each input takes ``1 + copies`` exact predictions; some thousand inputs are enough. Every
+    fifth is held back, to say in ``quality`` how well that went; a warning says so if any figure is below .9.
+
+    Args:
+        posterior: A fitted posterior of classes, binary or real outputs, with the hyperparameters to be served.
+        inputs: A loader, whose targets are not looked at, or one batch's inputs.
+        link: As of ``predictive``, in closed form and from variances.
+        copies: Altered copies of each input.
+        width: Squares, and as many hidden units, of the head.
+        steps: Steps of Adam.
+        progress: Whether to show progress bars.
+        generator: Source of randomness; by default the head is the same each time.
+
+    Raises:
+        NotFittedError: Before the fit.
+        UnsupportedError: Another likelihood or link, or a mean that is not the network's output.
+        ConfigurationError: Fewer than 20 inputs, or other options out of range.
+    """
+    posterior.require_fit()
+    network, likelihood = posterior.network, posterior.likelihood
+    link = checks.choice("link", link or posterior.link or likelihood.links[0], likelihood.links)
+    for name, value in {"copies": copies, "width": width, "steps": steps}.items():
+        checks.count(name, value)
+    if type(likelihood) not in (Categorical, Bernoulli, Gaussian) or link in ("mc", "bridge"):
+        what, expected = f"{type(likelihood).__name__} by {link!r} takes more than variances.", 'link="probit", say'
+        raise UnsupportedError(what, expected=expected)
+    source = torch.Generator().manual_seed(0 if checks.generator(generator) is None else draw_seed(generator))
+    made: Any = None
+    n, parts = 0, list[list[Any]](([], [], []))  # fitted to, held back, altered copies of the latter
+    loader = [inputs] if isinstance(inputs, Tensor | Mapping) else inputs
+    with exact_arithmetic(network), torch.no_grad():
+        for item in progress_bar(loader, enabled=progress, description="distill: exact variances"):
+            whole = network.receive(batches.inputs_of(item, whole=network.lists))
+            size = batches.batch_size(whole)
+            if made is None:
+                made = DistilledPosterior(posterior, link, whole)
+            held = torch.arange(n, n + size, device=network.device) % HELD == HELD - 1
+            n += size
+            for rows, is_held in ((~held, 0), (held, 1)):
+                part = batches.cut(whole, rows.nonzero()[:, 0]) if rows.any() else None
+                for number in range(0 if part is None else 1 + copies):
+                    own = _altered(part, source) if number else part
+                    parts[is_held + (is_held and number > 0)].append(_exact(posterior, made, own))
+        checks.count("The number of inputs", n, 20)
+        data = [[*map(torch.cat, zip(*own, strict=True))] for own in parts]
+        _fit(made, data[0], width, steps, source, progress)
+        figures = [_agreement(made.log_variance(features), logs) for features, logs in data[1:]]
+    made.quality = DistillationQuality(*figures[0], *figures[1])
+    if not min(made.quality) >= GOOD:
+        what = f"Distilled variances differ from the posterior's on held-back inputs: {made.quality}."
+        warn(
+            f"{what} Give more inputs, width= or steps=. Where only altered copies differ, so will inputs of elsewhere."
+        )
+    return made
+
+
+def _take(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    if args and isinstance(args[0], Tensor) and name not in _PASS.taken:
+        _PASS.taken[name] = args[0]
+
+
+def _terms(head: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm of the quadratic form, and what is added to it, ``[*, C]`` each."""
+    form, hidden = F.linear(features, head["inner"], head["shift"]).chunk(2, -1)
+    return F.linear(form.square(), head["form"], head["floor"]).log(), F.linear(hidden.tanh(), head["outer"])
+
+
+def _exact(posterior: Posterior, made: DistilledPosterior, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Features ``[N, D]`` and logarithms ``[N, C]`` of the exact variances that the head stands for."""
+    args, keywords = batches.bind(made.body, inputs)
+    outputs, features = made.features(*args, **keywords)
+    needed = outputs_for(made.link, outputs.shape[-1]) or (None if made.is_centred else "diagonal")
+    mean, variance = posterior.functional_posterior(inputs, outputs=needed)
+    mean, variance = mean / made.heat, variance / made.heat**2
+    tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
+    if not torch.allclose(mean, outputs.to(mean), tolerance, tolerance * float(mean.abs().max())):
+        what, expected = "The posterior's mean is not what a copy of its network gives.", "the network's own outputs"
+        raise UnsupportedError(what, expected=expected)
+    if made.is_centred:  # Var(f_k − wᵀf) of independent logits, which determines their variances, and is never zero
+        variance = independent_variances(mean, variance) if variance.dim() > mean.dim() else variance
+        w = centring_weights(mean)
+        variance = variance * (1 - 2 * w) + (w * w * variance).sum(-1, keepdim=True)
+    variance = variance.clamp_min(torch.finfo(torch.float32).tiny)
+    return features.to(mean).flatten(0, -2), variance.log().flatten(0, -2)
+
+
+def _altered(inputs: Any, source: torch.Generator) -> Any:
+    """Every example altered by some of: a mixture with another, a roll, another contrast or sign, noise.
+
+    Integers that are more than zeros and ones, such as tokens, are swapped with those of another example.
+    """
+    leaves, rebuild = batches.flatten(inputs)
+    size = batches.batch_size(inputs)
+    order, chance = torch.randperm(size, generator=source), torch.rand(8, size, generator=source)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or not batches.can_be_cut(inputs, size):
+            return leaf
+        u, other = chance.to(leaf.device).view(8, size, *[1] * (leaf.ndim - 1)), leaf[order.to(leaf.device)]
+        if not leaf.is_floating_point():
+            swapped = torch.rand(leaf.shape, generator=source).to(u) < u[0]
+            return leaf if int(leaf.max()) <= 1 else other.where(swapped, leaf)
+        used, u, centre, spread = u[4:] < 0.4, u.to(leaf), leaf.mean(0), leaf.std(0, correction=0)  # noqa: PLR2004
+        spread = torch.maximum(spread, spread.median() / 2)  # columns may have units of their own, borders none
+        mixed = (other + (2 * u[0] - 0.5) * (leaf - other)).where(used[0], leaf)
+        for axis in range(1, leaf.ndim):
+            mixed = mixed.roll(int(torch.randint(leaf.shape[axis], (), generator=source)), axis).where(used[1], mixed)
+        scale = (3.5 * u[1] - 2).exp() * torch.where(u[2] < 0.2, -1, 1)  # noqa: PLR2004
+        mixed = (centre + scale * (mixed - centre)).where(used[2], mixed)
+        noise = (4.7 * u[3] - 3).exp() * spread * torch.randn(leaf.shape, generator=source).to(leaf)
+        return (mixed + noise).where(used[3], mixed)
+
+    return rebuild(map(one, leaves))
+
+
+def _fit(made: Any, data: Any, width: int, steps: int, source: torch.Generator, progress: bool) -> None:
+    """Set the head of least mean squared error, by Adam on standardised features."""
+    features, logs = data
+    centre, scale = features.mean(0), features.std(0)
+    scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-12)
+    size, normal = len(centre), partial(torch.randn, generator=source)
+    form = (logs.mean(0) - math.log(2 * width))[:, None].repeat(1, width)
+    raw = {"inner": normal(2 * width, size) / size**0.5, "shift": normal(2 * width), "form": form}
+    raw |= {"outer": 0.1 * normal(logs.shape[1], width) / width**0.5, "floor": logs.amin(0) - 1}
+    raw = {name: own.to(features).requires_grad_() for name, own in raw.items()}
+    optimizer = torch.optim.Adam(raw.values(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    for _ in progress_bar(range(steps), enabled=progress, description="distill: head"):
+        rows = torch.randint(len(features), (BATCH,), generator=source).to(features.device)
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            head = raw | {name: raw[name].exp() for name in ("form", "floor")}
+            (sum(_terms(head, (features[rows] - centre) / scale)) - logs[rows]).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    head = {name: raw[name].exp() if name in ("form", "floor") else raw[name].clone() for name in raw}
+    head["inner"] /= scale
+    head["shift"] -= head["inner"] @ centre
+    head["low"], head["high"] = _terms(head, features)[1].aminmax(dim=0)
+    for name, own in head.items():
+        made.register_buffer(name, own)
+
+
+def _agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """R² with a mean for each output, and Spearman's correlation, the mean over outputs, of ``[N, C]``."""
+    lost, spread = (own.square().sum() for own in (found - wanted, wanted - wanted.mean(0)))
+    ranks = [float(spearmanr(*own.cpu()).statistic) for own in torch.stack([found, wanted]).permute(2, 0, 1)]
+    return float(1 - lost / spread), sum(ranks) / len(ranks)

@@ -1,0 +1,167 @@
+"""Distilled posteriors give the network's outputs, variances close to the exact ones, and say how close."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from serving.test_freezing import WAYS, TwoInputs, served
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.applications import distillation
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+
+QUICK = {"copies": 1, "width": 8, "steps": 20}
+
+
+def fitted(size=1, kind="regression", *, parameters="all", dtype=torch.float32):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(), nn.Linear(8, size)).to(dtype)
+    x = torch.randn(60, 3, dtype=dtype)
+    y = torch.randn(60, size, dtype=dtype) if kind == "regression" else torch.randint(0, size, (60,))
+    return lp.KFAC(net, kind, parameters=parameters).fit([(x, y)]), x
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_of_quick_heads():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Distilled variances differ")
+        yield
+
+
+def test_the_form_of_a_last_layer_is_learnt_and_holds_far_out():
+    torch.manual_seed(1)
+    x, net = torch.randn(300, 2, dtype=torch.float64), nn.Linear(2, 1).double()
+    posterior = lp.Full(net, lp.Gaussian(0.5)).fit([(x, x[:, :1])])
+    module = lp.distill(posterior, x, copies=2, width=4, steps=150)
+    assert min(module.quality) > 0.9
+    far = 30 * torch.randn(50, 2, dtype=torch.float64)
+    exact = posterior.functional_posterior(far, outputs="diagonal").covariance
+    assert (module(far).functional_variance.log() - exact.log()).abs().max() < 0.7  # of V up to 900 times that of data
+
+
+def test_quality_is_that_of_new_inputs():
+    posterior, x = fitted(2)
+    module = lp.distill(posterior, torch.randn(300, 3), copies=1, width=8, steps=150)
+    found, exact = module(x).functional_variance, posterior.functional_posterior(x, outputs="diagonal").covariance
+    spread = (exact.log() - exact.log().mean(0)).square().sum()
+    r2 = 1 - (found.log() - exact.log()).square().sum() / spread
+    assert module.quality.r2_held > 0.9 and abs(r2 - module.quality.r2_held) < 0.1
+    poor = lp.distill(posterior, x, **QUICK).quality
+    assert poor.r2_held < module.quality.r2_held
+
+
+@pytest.mark.parametrize(("size", "link"), [(3, "gumbel"), (2, "gumbel"), (3, "probit"), (66, "network"), (2, "exact")])
+def test_with_exact_variances_the_prediction_is_the_posteriors(size, link, monkeypatch):
+    """All but the head is exact: with the right logarithms in its place, nothing differs."""
+    posterior, x = fitted(size, "regression" if link == "exact" else "classification", dtype=torch.float64)
+    posterior.output_temperature = 1.5 if link in ("gumbel", "probit") else 1.0
+    module = lp.distill(posterior, x, link=link, **QUICK)
+    logs = distillation._exact(posterior, module, x)[1]
+    monkeypatch.setattr(distillation.DistilledPosterior, "log_variance", lambda *_: logs)
+    found, wanted = module(x), posterior.predictive(x, link=link)
+    for name in ("mean", "variance", "functional_mean"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-6, atol=1e-9)
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_are():
+    posterior, x = fitted()
+    model = posterior.model.train()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    module = lp.distill(posterior, [(x[:30], None), (x[30:], None)], **QUICK)
+    assert torch.equal(torch.get_rng_state(), state) and model.training and not module.train().training
+    assert all(torch.equal(before[name], own) for name, own in model.state_dict().items())
+    assert not any(own._forward_pre_hooks for own in model.modules())
+    again = lp.distill(posterior, [x[:30], x[30:]], **QUICK)
+    assert all(map(torch.equal, module(x), again(x)))
+    other = copy.deepcopy(module)
+    for own in other.state_dict().values():
+        own.zero_()
+    other.load_state_dict(module.state_dict())
+    assert all(map(torch.equal, module(x), other(x)))
+
+
+def test_threads_do_not_mix_their_features():
+    posterior, x = fitted()
+    module = lp.distill(posterior, x, **QUICK)
+    wanted, found = [module(x[n : n + 1]).variance for n in range(8)], dict[int, list[bool]]()
+
+    def ask(n):
+        found[n] = [torch.equal(module(x[n : n + 1]).variance, wanted[n]) for _ in range(20)]
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(all, found.values())) and len(found) == 8
+
+
+class Tokens(nn.Module):
+    """Embeds tokens; an LSTM and a convolution; logits at each of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.read = nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True)
+        self.mix, self.head = nn.Conv1d(5, 6, 3, padding=1), nn.Linear(6, 2)
+
+    def forward(self, ids, mask):
+        return self.head(self.mix(self.read(self.embed(ids))[0].mT).mT.tanh() * mask[..., None])
+
+
+def test_tokens_masks_and_outputs_at_positions():
+    torch.manual_seed(0)
+    ids, mask = torch.randint(0, 9, (40, 7)), (torch.arange(7) < torch.randint(3, 8, (40, 1))).long()
+    posterior = lp.KFAC(Tokens(), "classification", parameters=["head", "mix"])
+    posterior.fit([(ids, mask, torch.randint(0, 2, (40, 7)))])
+    module = lp.distill(posterior, [(ids, mask, None)], **QUICK)
+    assert module(ids, mask).variance.shape == (40, 7, 2) and set(module.taps) == {"read", "mix", "head"}
+    torch.testing.assert_close(module(ids[:3], mask[:3]).mean, module(ids, mask).mean[:3])
+
+
+def test_several_inputs_are_passed_as_to_the_network():
+    posterior, x = fitted()
+    other = torch.randn(60, 3)
+    posterior = lp.KFAC(TwoInputs(), "regression").fit([({"x": x, "other": other}, torch.randn(60, 2))])
+    module = lp.distill(posterior, {"x": x, "other": other}, **QUICK)
+    wanted = module(other, x).variance
+    for found in (module(other, x=x), module(x=x, other=other)):
+        assert torch.equal(found.variance, wanted)
+
+
+def test_what_cannot_be_distilled_is_refused():
+    posterior, x = fitted(3, "classification")
+    for link in ("mc", "bridge"):
+        with pytest.raises(UnsupportedError, match="more than variances"):
+            lp.distill(posterior, x, link=link)
+    with pytest.raises(ConfigurationError, match="Unknown link"):
+        lp.distill(posterior, x, link="cubic")
+    with pytest.raises(ConfigurationError, match="number of inputs"):
+        lp.distill(posterior, x[:19], **QUICK)
+    with pytest.raises(ConfigurationError, match="steps"):
+        lp.distill(posterior, x, steps=0)
+    posterior, x = fitted()
+    posterior.tangent_mean = posterior.network.vector() + 1
+    with pytest.raises(UnsupportedError, match="mean is not"):
+        lp.distill(posterior, x, **QUICK)
+
+
+def test_a_poor_head_says_so():
+    posterior, x = fitted()
+    with pytest.warns(UserWarning, match="Distilled variances differ"):
+        lp.distill(posterior, x, **QUICK | {"steps": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("size", "kind"), [(1, "regression"), (2, "classification"), (3, "classification")])
+def test_compiled_and_exported_modules_take_other_batches(size, kind, way):
+    posterior, x = fitted(size, kind)
+    with torch.no_grad():
+        module = lp.distill(posterior, x, **QUICK)
+        for own, wanted in zip(served(module, way, x[:3])(x), module(x), strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
