@@ -27,6 +27,7 @@ include_patterns = [
 ]
 exclude_patterns = ["build", "dist", "runs", "**/.*", "**/__pycache__", "laplace_plus", "tests", "*.egg-info"]
 exclude_patterns += ["docs/_templates"]
+suppress_warnings = ["ref.python"]  # the name of an attribute that several classes have
 source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}  # generated pages take the first
 
 extensions = [
