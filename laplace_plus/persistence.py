@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -253,7 +254,8 @@ def require_same_weights(saved: Mapping[str, str], model: nn.Module) -> None:
     now = fingerprint(model)
     different = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     if different:
-        name = different[0]
-        what, fix = f"The network is another one: {name!r} differs.", "Load onto the weights that it was fitted on."
-        got = f"{now.get(name, 'none')}, and {len(different) - 1} further differences"
-        raise CheckpointError(what, expected=saved.get(name, "none"), got=got, fix=fix)
+        name, fix = different[0], "Load the weights that it was fitted on first, by model.load_state_dict(...)."
+        before, found = (re.sub(" [0-9a-f]{64}$", "", values.get(name, "none")) for values in (saved, now))
+        what = f"The network is another one: {len(different)} of {len(now)} tensors differ, {name!r} first."
+        found += " with other values" * (before == found)
+        raise CheckpointError(what, expected=f"{before} as at the fit", got=found, fix=fix)

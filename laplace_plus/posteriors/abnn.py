@@ -31,7 +31,7 @@ from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.public import require_influence
 from laplace_plus.posteriors.state import State, of_state, survey
-from laplace_plus.tuning import Tuner, TuningResult, Validation
+from laplace_plus.tuning import Auto, Tuner, TuningResult, Validation
 
 _MOMENTUM, _DECAY = 0.9, 1e-4
 """Of SGD: Nesterov's momentum, and weight decay."""
@@ -115,7 +115,7 @@ class ABNN(Posterior):
         "The present α: ``scale``, or what :meth:`fit` or a tuning made of it.",
         partial(checks.number, "noise_scale", least=0.0),
     )
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation, "auto": Auto}
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class ABNN(Posterior):
     @override
     def apply_tuning(self, result: TuningResult) -> None:
         super().apply_tuning(result)
-        if not self.fine_tuned and self.noise_scale == 0:
+        if getattr(result, "chosen", "") != "network" and not self.fine_tuned and self.noise_scale == 0:
             what = "On the held-out data no noise predicts better than the network, which is what the posterior now is."
             warn(what, NoGainWarning)
 

@@ -15,9 +15,9 @@ networks are then those of these draws.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from laplace_plus.network.selection import refine
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.state import State, survey
+from laplace_plus.tuning import Auto, Tuner, Validation
 
 _LEAST = 1e-30
 """Variances are at least this, as in the authors' code: weights that do not move have none."""
@@ -151,12 +152,13 @@ class DiagonalSWAG:
 @stored
 @dataclass(frozen=True)
 class SWAGState(State):
-    """The path's moments, whether they were collected, and the seeds and statistics of draws with normalisations."""
+    """The path's moments, whether they were collected, seeds and statistics of draws, and the scale, if it was set."""
 
     path: PathMoments
     collected: bool
     seeds: tuple[int, ...] = ()
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    scale: float | None = None
 
 
 class SWAG(Posterior):
@@ -172,7 +174,7 @@ class SWAG(Posterior):
 
     Or call :meth:`fit` alone, which trains a copy as :class:`DiagonalSWAG` does. The network must not change after
     :meth:`fit`. Predictions are those of sampled networks. Memory is ``rank + 2`` vectors of the network's size. The
-    prior and the temperature have no part in it; a prior enters by the weight decay of SGD.
+    prior and the temperature have no part in it; a prior enters by the weight decay of SGD. What is tuned is the scale.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -198,6 +200,7 @@ class SWAG(Posterior):
     """
 
     default_method = "sampled"
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation, "auto": Auto}
     _collected: PathMoments | None = None
 
     def __init__(
@@ -215,7 +218,7 @@ class SWAG(Posterior):
         **common: Any,
     ):
         self.rank, self.n_members = checks.count("rank", rank, 0), checks.count("n_members", n_members)
-        self.scale = (0.5 if rank else 1.0) if scale is None else checks.positive("scale", scale)
+        self._scale = (0.5 if rank else 1.0) if scale is None else checks.positive("scale", scale)
         self._training = DiagonalSWAG(learning_rate, n_snapshots, momentum, weight_decay)
         super().__init__(model, likelihood, **common)
 
@@ -318,6 +321,23 @@ class SWAG(Posterior):
                 yield network(x, known)
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """The factor s; after a new one, draws with batch normalisation pass over the training data of the fit."""
+        return self._scale if self._found is None or self._found.scale is None else self._found.scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self.require_fit()
+        self._found = replace(self.state, scale=checks.positive("scale", float(value)))
+        if self.state.seeds:
+            data = self.training_data.again(None, "Draws at another scale have other statistics of normalisations.")
+            self._found = replace(self.state, statistics=self._normalised(data, False))
+
+    def tunables(self) -> dict[str, Sequence[float]]:
+        """The scale takes the place of a prior precision."""
+        return {"scale": [2.0 ** (1 - step) for step in range(9)]}
 
     def _variance(self) -> Tensor:
         """``s Σ_diag``, ``[P]``."""

@@ -10,23 +10,26 @@ predictions of sampled networks are, on some anchors, almost as good as the netw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SelectionError, warn
+from laplace_plus.errors import ConvergenceWarning, SelectionError, warn
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.network.network import full_precision
 from laplace_plus.network.selection import Selection, adapter_pairs
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.state import State, of_state, survey
+from laplace_plus.tuning import Auto, Tuner, TuningResult, Validation
+from laplace_plus.tuning.base import tunes_noise
+from laplace_plus.tuning.marginal_likelihood import updated_noise
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""
@@ -43,8 +46,8 @@ class ScaleSearch:
     """How the scale was found.
 
     Attributes:
-        network: The network's score on the anchors: the mean NLL in nats, or the share of errors.
-        steps: What was tried, in order: scale, score, and whether it was accepted (of a least score: the least so far).
+        network: The network's score on the anchors, the mean NLL in nats.
+        steps: What was tried, in order: scale, score, and whether it was accepted.
     """
 
     network: float
@@ -68,17 +71,16 @@ class TrainingFreeLoRA(Posterior):
     about 15 times with ``n_samples + 1`` forward passes: some hundred of the training inputs are enough, and labels are
     not needed for classes. All scales see the same noise, so that the search is reproducible.
 
-    The prior has no part in it. Predictions are those of sampled networks.
+    The scale of the fit, the paper's, leaves probabilities of an adapter that is sure of its training texts nearly as
+    they are. ``fit_prior_precision()`` takes that of the largest evidence lower bound, by the anchors' labels, and with
+    ``data=`` that of least loss on held-out labels. Else the prior has no part. Predictions are those of sampled
+    networks.
 
     Args:
         model: A network with adapters as PEFT makes them (``lora_A``, ``lora_B``); the active ones count.
         likelihood: As for :class:`Posterior`.
-        tolerance: By how much the score of sampled networks may exceed the network's: relatively for ``"nll"``, by that
-            share of anchors for ``"accuracy"``. None takes the scale with the least NLL of ``labels``, as a temperature
-            is fitted; the anchors should then be held out.
-        score: ``"nll"``, the mean negative log-likelihood of averaged predictions, or ``"accuracy"``, their share of
-            errors.
-        labels: Whether scores are by the anchors' labels, or by the network's own most probable targets.
+        tolerance: By what share the mean negative log-likelihood of averaged predictions may exceed the network's.
+        labels: Whether that is by the anchors' labels, or by the network's own most probable targets.
         n_samples: Number of sampled networks that are averaged in the search.
         halvings: Of the interval in which the scale lies; its relative error is ``2**-halvings``.
         parameters: ``"lora"``, or names of some of the adapters' A.
@@ -86,11 +88,10 @@ class TrainingFreeLoRA(Posterior):
 
     Raises:
         SelectionError: No active adapter, one that is merged or disabled, or one whose B is zero.
-        ConfigurationError: An unknown score, a number that is not positive, or no tolerance of another score than
-            ``"nll"`` by labels.
+        ConfigurationError: A number that is not positive.
 
     Warns:
-        ConvergenceWarning: No scale was accepted, or none rejected; or none has a smaller NLL than the network.
+        ConvergenceWarning: No scale was accepted, or none rejected.
     """
 
     default_method = "sampled"
@@ -101,29 +102,22 @@ class TrainingFreeLoRA(Posterior):
         partial(checks.number, "noise_scale", least=0.0),
     )
 
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation, "auto": Auto}
+
     def __init__(
         self,
         model: nn.Module,
         likelihood: Any,
         *,
-        tolerance: float | None = 0.003,
-        score: Literal["nll", "accuracy"] = "nll",
+        tolerance: float = 0.003,
         labels: bool = False,
         n_samples: int = 10,
         halvings: int = 10,
         parameters: Selection = "lora",
         **common: Any,
     ):
-        self.score = checks.choice("score", score, ("nll", "accuracy"))
-        if tolerance is not None:
-            checks.positive("tolerance", tolerance)
-        elif score == "accuracy" or not labels:
-            what, got = "By the network's own labels, no noise is better than any.", f"score={score!r}, labels={labels}"
-            what = what if score == "nll" else "Errors are counted: many scales have the fewest."
-            expected = 'score="nll" and labels=True, on anchors that were held out'
-            raise ConfigurationError(what, expected=expected, got=got, fix="Set a tolerance.")
         self.n_samples, self.halvings = checks.count("n_samples", n_samples), checks.count("halvings", halvings)
-        self.tolerance, self.labels = tolerance, bool(labels)
+        self.tolerance, self.labels = checks.positive("tolerance", tolerance), bool(labels)
         pairs = adapter_pairs(model) if isinstance(model, nn.Module) else {}  # what is no model is refused below
         super().__init__(model, likelihood, parameters=list(pairs) if parameters == "lora" else parameters, **common)
         for item in self.network.selected:
@@ -143,12 +137,56 @@ class TrainingFreeLoRA(Posterior):
         def score(scale: float) -> float:  # all scales see the same noise
             return self._score(data, mean + scale * noise, f"scale {scale:.3g}", progress)
 
-        if self.tolerance is None:
-            scale, steps = _least(score, self.halvings, network)
-        else:
-            bound = network + self.tolerance * (abs(network) if self.score == "nll" else 1)
-            scale, steps = _largest(score, self.halvings, bound)
+        scale, steps = _largest(score, self.halvings, network + self.tolerance * abs(network))
         return AdapterNoise(mean, n_data, n_outputs, scale, maps, ScaleSearch(network, steps))
+
+    def tunables(self) -> dict[str, Sequence[float]]:
+        """No noise, and scales around the one that the fit accepted: from an eighth to 64 times it."""
+        first = max((scale for scale, _, accepted in self.report.steps if accepted), default=_START)
+        return {"noise_scale": (0.0, *(first * 2 ** (step / 2) for step in range(-6, 13)))}
+
+    @override
+    def run_tuner(self, tuner: Any, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """What a tuner finds; without held-out data the scale of the largest evidence lower bound, by the labels."""
+        if tuner.data is not None:
+            return super().run_tuner(tuner, progress=progress, generator=generator)
+        data, seed = self.training_data.again(None, "The bound passes over the anchors."), draw_seed(generator)
+        noisy = tunes_noise(self.likelihood, tuner.tune_noise)
+        scales = self.tunables()["noise_scale"][1:]
+        found = [self.bound(data, scale, seed, noisy, progress) for scale in scales]
+        place = max(range(len(scales)), key=lambda number: found[number][0])
+        value, precision, noise = found[place]
+        if not (inside := 0 < place < len(scales) - 1):
+            warn(f"The bound is largest at the last scale that was tried, {scales[place]:.3g}.", ConvergenceWarning)
+        return TuningResult("elbo", precision, noise, value, inside, settings={"noise_scale": scales[place]})
+
+    def bound(
+        self, data: Iterable[Any], scale: float, seed: int, noisy: bool, progress: bool = False
+    ) -> tuple[float, Tensor, Tensor | None]:
+        """The evidence lower bound at a scale, in nats, and its prior precision and noise (None where that stays).
+
+        ``E_q[log p(D|θ)] / T − KL(q ‖ N(μ, α⁻¹ I))`` over the P directions of A that have noise, of covariance σ² S,
+        at the best precision, ``α = P / (‖θ̂ − μ‖² + σ² tr S)``.
+        """
+        vectors = self.mean + scale * self._noise(self.state.maps, self.n_samples, torch.Generator().manual_seed(seed))
+        statistics: Any = 0.0
+        for batch in self.batches(data, progress=progress, description=f"TrainingFreeLoRA: bound at {scale:.3g}"):
+            drawn = self.network.several(batch.inputs, vectors)
+            each = [self.likelihood.statistics(one, batch.target) for one in drawn]
+            statistics = statistics + torch.stack(each).double().mean(0).cpu()
+        levels: Any = self.noise_std
+        noise = updated_noise(statistics, 0.0, 1.0).view(levels.shape) if noisy else None
+        expected = float(self.likelihood.log_likelihood(statistics, noise) / self.temperature.detach())
+        size = squares = log_determinant = 0.0
+        away = (self.mean - self.prior_mean).split([item.size for item in self.network.selected])
+        for one, own in zip(self.state.maps, away, strict=True):
+            widths = one.norm(dim=0)
+            rows = (one[:, widths > 0] / widths[widths > 0]).mT @ own.view(len(one), -1)
+            size += rows.numel()
+            squares += float(rows.square().sum()) + scale**2 * rows.shape[1] * float(widths.square().sum())
+            log_determinant += 2 * rows.shape[1] * float((scale * widths[widths > 0]).log().sum())
+        divergence = (size * math.log(squares / size) - log_determinant) / 2
+        return expected - divergence, torch.tensor(size / squares, dtype=self.mean.dtype), noise
 
     def _maps(self) -> tuple[Tensor, ...]:
         """``V diag(1/d) [r, q]`` of each selected A, in at least float32."""
@@ -178,11 +216,8 @@ class TrainingFreeLoRA(Posterior):
             flat, targets, weights = likelihood.rows(network.forward(batch.inputs), batch.target)
             targets = targets if self.labels else likelihood.distribution(flat).mode
             each = [likelihood.rows(one, batch.target)[0] for one in network.several(batch.inputs, vectors)]
-            if self.score == "accuracy":
-                losses = (likelihood.mixture(torch.stack(each)).mode != targets).to(weights)
-            else:
-                logs = torch.stack([likelihood.log_density(one, targets) for one in each])
-                losses = math.log(len(each)) - logs.logsumexp(0)
+            logs = torch.stack([likelihood.log_density(one, targets) for one in each])
+            losses = math.log(len(each)) - logs.logsumexp(0)
             total, count = total + float(weights @ losses.to(weights)), count + float(weights.sum())
         return total / count
 
@@ -219,35 +254,6 @@ def _largest(score: Callable[[float], float], halvings: int, bound: float) -> tu
         middle = (low + high) / 2
         low, high = (middle, high) if accepted(middle) else (low, middle)
     return low, tuple(steps)
-
-
-def _least(score: Callable[[float], float], halvings: int, without: float) -> tuple[float, Steps]:
-    """The scale with the least score; 0 where none is better than the score without noise. And the steps.
-
-    A place among octaves moves to the better one of its neighbours, or these come nearer by half.
-    """
-    steps: list[tuple[float, float, bool]] = []
-    known: dict[float, float] = {}
-
-    def at(place: float) -> float:
-        if place not in known:
-            known[place] = score(_START * 2.0**place)
-            steps.append((_START * 2.0**place, known[place], known[place] <= min(known.values())))
-        return known[place]
-
-    place, step, moves = 0.0, 1.0, 0
-    while step > 2.0**-halvings and moves < _MOST:
-        best = min(place, place - step, place + step, key=at)
-        if best < place and at(best) >= without:
-            break  # smaller scales are better, and no noise is the best
-        step, moves = (step / 2, moves) if best == place else (step, moves + 1)
-        place = best
-    if at(place) >= without:
-        _warn("No scale was better than none", steps)
-        return 0.0, tuple(steps)
-    if moves == _MOST:
-        _warn("The least score is at no scale", steps)
-    return _START * 2.0**place, tuple(steps)
 
 
 def _warn(what: str, steps: list[tuple[float, float, bool]]) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,16 +32,14 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import DataError, NoGainWarning, UnseenRowsWarning, warn
-from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network.batches import cut, iterate
-from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import outputs_for
+from laplace_plus.network.batches import iterate
 from laplace_plus.tuning import new_data
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.deletions import at_best_noise, leave_out, link_options, noise_terms
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
-from laplace_plus.tuning.new_data import Rows, evenly, thinned
+from laplace_plus.tuning.new_data import ENOUGH, TOLERANCE, Rows, Views, evenly, room, thinned
 from laplace_plus.tuning.noise import NoiseEstimate, noise_from_residuals
+from laplace_plus.tuning.settings import by_settings
 from laplace_plus.tuning.unseen import Unseen, UnseenTuning
 from laplace_plus.tuning.validation import Validation
 
@@ -49,29 +47,9 @@ SCALES = tuple(10 ** (-k / 4) for k in range(-4, 17))
 """Factors on the covariance; at the last one the variance of outputs is all but gone. Those above one are for a part
 of the weights, which lacks the variance of the others."""
 
-BETWEEN = 3.0
-"""Weight of the view between data to that at the data. On the development cells of benchmarks/defaults losses were
-nearer to those of the best scale than with 1 or 2, and as near as with 4."""
-
-LITTLE = 0.1
-"""Nats of expected gain over the network below which the next narrower scale is taken: where little is gained, the
-doubt is the network's. On the battery 92 % of classifiers were then within .005 nats of the network or better, now all,
-and as many within .05 of the best scale (96 %, 97 % without)."""
-
-TOLERANCE = 0.005
-"""Nats by which a loss of regression may exceed the least; standard errors are rarely less."""
-
-ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
-"""Data whose covariances are computed: at most 2000, whose mean loss has a standard error of about .02 nats, and at
-least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and 3·10⁹ outputs
-times weights."""
-
 SURPRISED, FARTHER = 3.0, 1.1
 """Rows look unseen from so many standard errors of :func:`~laplace_plus.tuning.new_data.surprise`; in regression where
 residuals are so many times the targets' own deviation: then their mean would predict better than the network."""
-
-LEAST_ROWS = 10
-"""Data of which fewer tell nothing of each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +57,13 @@ class AutoTuning(TuningResult):
     """What the default tuning chose; ``value`` is minus the mean loss that is expected of new data, or held out.
 
     Attributes:
-        chosen: ``"marginal_likelihood"``, ``"new_data"`` (another scale), ``"network"`` (predictions are the
-            network's own, or in regression all but them) or ``"validation"``.
+        chosen: ``"marginal_likelihood"``, ``"new_data"`` (another scale or setting), ``"network"`` (predictions are the
+            network's own, or all but them), ``"validation"``, or ``"fit"`` where settings stay.
         why: A sentence.
         expected_gain: Over the network's own predictions (in regression, over those at the last scale, with the noise
             that is best there), in nats for each observation; NaN where it is not known.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
-        scales: Factors on the covariance that were compared, G of them.
+        scales: Factors on the covariance that were compared, or variances of outputs of settings, G of them.
         losses: The mean loss of each at the data, ``[G]``; of classes also that of the network, ``[G + 1]``.
         between_losses: The mean loss of each and of the network between data, ``[G + 1]``; None without.
         wrong_labels: The rate of wrong labels that was found; None without a view between data.
@@ -139,6 +117,11 @@ class Auto:
             tuner = Validation(self.data, link=self.link, n_samples=self.n_samples, tune_noise=self.tune_noise)
             found = tuner.tune(posterior, progress=progress, generator=generator)
             return AutoTuning(**{**vars(found), "method": "auto"}, chosen="validation", why="Held-out data were given.")
+        if hasattr(posterior, "tunables"):
+            own_way = by_settings(self, posterior, progress=progress, generator=generator)
+            if own_way["chosen"] != "new_data":
+                warn(f"{own_way['why']} Held-out data= would tell more.", NoGainWarning)
+            return AutoTuning(**own_way)
         model = posterior.laplace_model()
         own = copy.copy(posterior)  # which shares what the model computes
         noisy = tunes_noise(model.likelihood, self.tune_noise) and model.likelihood.is_gaussian
@@ -168,7 +151,7 @@ class Auto:
             doubt = f"its residuals are {ratio:.3g} times the deviation of the targets" if far else ""
         else:
             rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
-            choose = partial(_of_views, own, rows, scales, options)
+            choose = partial(_of_views, Views(own, scales, options), rows)
             z = 0.0 if rows is None else new_data.surprise(own.likelihood, rows)
             doubt = f"their loss is {z:.3g} standard errors above what it expects" if z > SURPRISED else ""
         if doubt and not self.seen and (by_folds := self._by_folds(posterior, doubt, progress, generator)):
@@ -211,151 +194,22 @@ _WHY = {
     "regression": "{:.3g} times the evidence's covariance is the widest of which new data lose all but least.",
 }
 
-Score = Callable[[Prediction], Tensor]
 
-
-@dataclass(frozen=True)
-class _Views:
-    """Mean losses ``[G + 1]`` of a posterior at scales of its covariance, and of the network itself, in two views."""
-
-    own: Tunable
-    scales: tuple[float, ...]
-    options: dict[str, Any]
-
-    @property
-    def has_network(self) -> bool:
-        """Whether predictions can be the network's own; if not, the last scale stands for them."""
-        return self.options["link"] is None and "network" in self.own.likelihood.links
-
-    @property
-    def most(self) -> int:
-        """At how many points covariances are computed."""
-        return min(new_data.POINTS, _room(self.own))
-
-    def at_data(self, rows: Rows) -> Tensor | None:
-        """At the data, under their own targets, with the network's outputs told by others; None if they tell little."""
-        likelihood, index = self.own.likelihood, rows.chosen(new_data.ROWS)
-        if len(index) < LEAST_ROWS:
-            return None
-        parts, place = rows.around(index)
-        features = new_data.unlearned_features(self.own.network, parts)[place]
-        kept = new_data.distinct(features)
-        index, outputs = index[kept], rows.outputs[index[kept]]
-        if likelihood.is_classifier and likelihood.couples_outputs:  # softmax takes their mean away
-            outputs = outputs - outputs.mean(1, keepdim=True)
-        told = new_data.left_out_outputs(features[kept], outputs)
-        missed = (told - outputs).square().sum() / (outputs - outputs.mean(0)).square().sum()
-        if len(kept) < LEAST_ROWS or not float(missed) <= 1 - new_data.TOLD_OUTPUTS:  # or NaN: outputs are all alike
-            return None
-        some = evenly(len(index), self.most, index.device)
-        targets, weights = cut(rows.targets, index[some]), rows.weights[index[some]]
-        score: Score = lambda found: -(weights * found.log_prob(targets)).sum() / weights.sum()  # noqa: E731
-        return self._losses(*rows.around(index[some]), told[some], score)
-
-    def between(self, rows: Rows) -> tuple[Tensor | None, float | None]:
-        """Between neighbouring data, under new labels there, and the rate of wrong ones; either end's label is as good.
-
-        None for numbers, for inputs of other forms, and where labels tell little of each other.
-        """
-        likelihood, index = self.own.likelihood, rows.chosen(new_data.ROWS)
-        if not likelihood.is_classifier or not rows.are_points:
-            return None, None
-        features = torch.cat(rows.around(index)[0]).flatten(1)
-        kept = new_data.distinct(features)
-        features, index = features[kept], index[kept]
-        if len(index) < LEAST_ROWS:
-            return None, None
-        own, truth, members = new_data.classes_of(likelihood, rows.outputs[index], rows.targets[index])
-        scores = likelihood.class_probabilities(new_data.left_out_labels(features, members))
-        right, told = ((values.argmax(1) == truth.argmax(1)).double().mean().item() for values in (own, scores))
-        wrong = new_data.rate_of_wrong(scores, truth)
-        rate = max(wrong - (1 - right), 0.0)  # of labels that the network learnt by heart
-        if told < new_data.TOLD_LABELS * (1 - wrong):
-            return None, rate
-        fresh = new_data.fresh_labels(scores, truth, rate)
-        some = evenly(len(index), self.most, index.device)
-        points = new_data.midpoints(rows, index[some])
-        fresh = fresh.view(len(index), -1, fresh.shape[1])[some].flatten(0, 1)
-        score: Score = lambda found: -(fresh * _logs(likelihood, found)).sum() / len(some)  # noqa: E731
-        return self._losses(list(points.split(rows.batch_size)), None, None, score), rate
-
-    def _losses(self, parts: list[Any], place: Tensor | None, outputs: Tensor | None, score: Score) -> Tensor:
-        """Losses at inputs, or at some of their rows with other outputs."""
-        own, likelihood, seed = self.own, self.own.likelihood, self.options["seed"]
-        link, n, size = self.options["link"] or likelihood.links[0], self.options["n_samples"], self.own.n_outputs
-        generator = torch.Generator().manual_seed(0)  # for covariances that are estimated
-        found = [own.functional_posterior(x, outputs=outputs_for(link, size), generator=generator) for x in parts]
-        mean = torch.cat([one.mean.reshape(-1, size) for one in found])
-        covariance = torch.cat([one.covariance.flatten(0, one.mean.ndim - 2) for one in found])
-        if place is not None and outputs is not None:
-            mean, covariance = outputs.to(mean), covariance[place]
-
-        def loss(scale: float, link: str | None) -> float:
-            source = None if seed is None else torch.Generator(device=mean.device).manual_seed(seed)
-            return float(
-                score(from_functional(likelihood, mean, scale * covariance, link=link, n_samples=n, generator=source))
-            )
-
-        losses = [loss(scale, link) for scale in self.scales]
-        losses.append(loss(1.0, "network") if self.has_network else losses[-1])
-        return torch.tensor(losses, dtype=torch.float64)
-
-
-def _logs(likelihood: Likelihood, found: Prediction) -> Tensor:
-    """Logarithms of the classes' probabilities, ``[N, K]`` float64."""
-    probabilities = likelihood.class_probabilities(found.mean).double()
-    return probabilities.clamp_min(torch.finfo(found.mean.dtype).tiny).log()
-
-
-def _room(own: Tunable) -> int:
-    """Of how many data covariances may be computed."""
-    size = own.n_outputs
-    return int(min(ENOUGH, max(1.0, ENTRIES / size**2), max(LEAST, PRODUCTS / (size * own.network.n_parameters))))
-
-
-def _of_views(own: Tunable, rows: Rows | None, scales: tuple[float, ...], options: dict[str, Any]) -> dict[str, Any]:
+def _of_views(views: Views, rows: Rows | None) -> dict[str, Any]:
     """The scale that both views choose together, and what they found, as fields of the result."""
-    views, network = _Views(own, scales, options), len(scales)
-    at = between = rate = None
-    notes = " Batches of these inputs cannot be cut into examples."
-    if rows is not None:
-        at, notes = views.at_data(rows), ""
-        try:
-            between, rate = views.between(rows)
-        except Exception as failure:  # a network may refuse what lies between its inputs, in its own words
-            notes = f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
-    pairs = [(1.0, at), (BETWEEN, between)]
-    found = [(weight, losses) for weight, losses in pairs if losses is not None and bool(losses.isfinite().all())]
-    place = common_scale(found, scales)
-    total = torch.full((network + 1,), math.nan)
-    if found:
-        total = torch.stack([weight * losses for weight, losses in found]).sum(0) / sum(weight for weight, _ in found)
-        place += place + 1 < network and float(total[-1] - total[place]) < LITTLE
-    is_own = place == network and views.has_network
-    scale = 1.0 if is_own or not found else scales[min(place, network - 1)]
-    chosen = "network" if place == network else "marginal_likelihood" if scale == 1 else "new_data"
+    place, known, notes, fields = views.choose(rows)
+    network = place == len(views.scales)
+    is_own = network and views.has_network
+    scale = 1.0 if is_own or not known else views.scales[min(place, len(views.scales) - 1)]
+    chosen = "network" if network else "marginal_likelihood" if scale == 1 else "new_data"
     return {
-        "prior_precision": own.prior_precision.detach(),
-        "value": -float(total[place]),
+        **fields,
+        "prior_precision": views.own.prior_precision.detach(),
         "link": "network" if is_own else None,
         "covariance_scale": scale,
         "chosen": chosen,
-        "why": _WHY[chosen if found else "unknown"].format(scale) + notes,
-        "expected_gain": float(total[-1] - total[place]),
-        "losses": at,
-        "between_losses": between,
-        "wrong_labels": rate,
+        "why": _WHY[chosen if known else "unknown"].format(scale) + notes,
     }
-
-
-def common_scale(found: list[tuple[float, Tensor]], scales: tuple[float, ...]) -> int:
-    """The place of the scale that weighed views choose together, or of the network: behind the last one."""
-    places = [int(losses.argmin()) for _, losses in found]
-    if len(set(places)) < 2:  # noqa: PLR2004
-        return next(iter(places), len(scales))
-    logs = [math.log(scales[min(place, len(scales) - 1)]) for place in places]
-    mean = sum(weight * log for (weight, _), log in zip(found, logs, strict=True)) / sum(weight for weight, _ in found)
-    return min(range(len(scales)), key=lambda place: abs(math.log(scales[place]) - mean))
 
 
 def _of_regression(
@@ -365,7 +219,7 @@ def _of_regression(
     likelihood, size, n_data = own.likelihood, own.n_outputs, own.n_data
     first = next(iter(iterate(data, device=own.network.device)))
     rows = n_data * own.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
-    share = min(1.0, ENOUGH / n_data, _room(own) / rows)
+    share = min(1.0, ENOUGH / n_data, room(own) / rows)
     most = max(1, int(ENOUGH / (share * n_data)))  # positions of each example
     terms, n_entries, n_rows = torch.zeros(len(scales), 2, dtype=torch.float64, device="cpu"), 0.0, 0.0
     generator = torch.Generator().manual_seed(0)  # for covariances that are estimated

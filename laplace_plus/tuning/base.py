@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import checks
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, NoGainWarning, UnsupportedError, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import Groups
 
@@ -106,9 +106,10 @@ class VariationalBound:
 def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:
     """The tuner that a value, or a shorthand with options, stands for; ``tuners`` are those of the class ``owner``.
 
-    ``"auto"`` is the tuner of that name, or the first; an option that only the first has asks for the first. An option
-    None means its default. ``method`` is another name for the shorthand, and ``evidence="tangent"`` for the tuner
-    ``"tangent"``. UnsupportedError for a tuner that the class does not support, or if it supports none;
+    ``"auto"`` is the tuner of that name, or the first; an option that only the first has asks for the first. A class
+    with ``"auto"`` but no ``"marginal_likelihood"`` takes the former for it, with a warning. An option None means
+    its default. ``method`` is another name for the shorthand, and ``evidence="tangent"`` for the tuner ``"tangent"``.
+    UnsupportedError for a tuner that the class does not support, or if it supports none;
     ConfigurationError for an unknown shorthand or option, or options beside a tuner.
     """
     given = {name: value for name, value in options.items() if value is not None}
@@ -131,6 +132,9 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         evidence = given.pop("evidence")
         checks.choice("evidence", evidence, kinds)
         name = {"tangent": "tangent", "laplace": "marginal_likelihood"}[evidence]
+    if name == "marginal_likelihood" and name not in tuners and auto is not None:
+        warn(f"{owner} has no marginal likelihood that tunes it, and is tuned as by default.", NoGainWarning)
+        name = "auto"
     checks.options(owner, [name], ("auto", *tuners), "tuner (unknown method)")
     cls = tuners[name]
     own = [item.name for item in fields(cls)]

@@ -84,8 +84,8 @@ class Validation:
             ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there.
         """
         own = hasattr(posterior, "tunables")
-        candidates = _Settings(self, posterior) if own else _Precisions(self, posterior)
-        losses = self._losses(candidates, posterior, progress, generator)
+        candidates = Settings(self, posterior) if own else _Precisions(self, posterior)
+        losses = self.losses(candidates, posterior, progress, generator)
         best = int(losses.argmin())
         if not math.isfinite(losses[best].item()):
             fix = "Look at what loss(prediction, targets) gives, and whether any held-out target is finite and counts."
@@ -107,9 +107,9 @@ class Validation:
             settings=settings,
         )
 
-    def _losses(
+    def losses(
         self,
-        candidates: _Precisions | _Settings,
+        candidates: _Precisions | Settings,
         posterior: Tunable,
         progress: bool,
         generator: torch.Generator | None,
@@ -176,7 +176,7 @@ class _Precisions:
             yield from_functional(likelihood, mean, covariance, generator=common, **options)
 
 
-class _Settings:
+class Settings:
     """All combinations of what a posterior names in ``tunables()``; attributes as of :class:`_Precisions`."""
 
     def __init__(self, tuner: Validation, posterior: Any):
@@ -194,15 +194,16 @@ class _Settings:
         if tunes_noise(posterior.likelihood, tuner.tune_noise):
             quarters = [step * math.log(2) / 4 for step in range(-4, 5)]
             self.likelihoods = _at_noises(posterior.likelihood, posterior.noise_std.log(), quarters)
-        self._candidates = list(product(*grids.values()))
-        self.points = [(values, one) for values in self._candidates for one in self.likelihoods]
+        self.values = list(product(*grids.values()))
+        self.points = [(values, one) for values in self.values for one in self.likelihoods]
+        self.candidates = [copy.copy(posterior) for _ in self.values]
+        for candidate, values in zip(self.candidates, self.values, strict=True):
+            for name, value in zip(self.names, values, strict=True):
+                setattr(candidate, name, value)
 
     def predictions(self, inputs: Any, seed: int) -> Iterator[Prediction]:
         """As of :class:`_Precisions`; noise levels share the samples of a prediction."""
-        for values in self._candidates:
-            candidate = copy.copy(self._posterior)
-            for name, value in zip(self.names, values, strict=True):
-                setattr(candidate, name, value)
+        for candidate in self.candidates:
             found = candidate.predictive(inputs, generator=torch.Generator().manual_seed(seed), **self._options)
             for likelihood in self.likelihoods:
                 same = likelihood is self._posterior.likelihood

@@ -393,12 +393,14 @@ class TestSpatialField(GaussianConformance):
         assert posterior.parameter_names == ("displacement",) and torch.isfinite(samples).all()
 
     def test_tuning_raises_the_evidence(self):
-        """It has no optimum in the prior precision, as the mean is the prior's: such tuners are refused."""
+        """It has no optimum in the prior precision, as the mean is the prior's, which therefore stays."""
         posterior, _, data = self.fitted()
         values = torch.stack([posterior.log_marginal_likelihood(prior_precision=10.0**n) for n in range(-4, 9)])
         assert (values.diff() > 0).all()
-        with pytest.raises(lp.errors.ConfigurationError, match="marginal_likelihood"):
-            posterior.fit_prior_precision("marginal_likelihood")
+        for tuner in ("auto", "marginal_likelihood"):  # a standard deviation of a cell's edge, 4
+            with pytest.warns(lp.errors.NoGainWarning, match="tells no prior precision|as by default"):
+                posterior.fit_prior_precision(tuner)
+        assert posterior.tuning.value == float(posterior.log_marginal_likelihood(prior_precision=1 / 4**2))
         grid = [1e-4, 1e-2, 1.0]
         with pytest.warns(lp.errors.ConvergenceWarning):  # targets are random here
             posterior.fit_prior_precision("validation", data=data, grid=grid)
@@ -411,3 +413,19 @@ class TestSpatialField(GaussianConformance):
 @pytest.mark.slow
 class TestBlocks(TestSpatialField):
     structure = "block"
+
+
+def test_training_rays_tune_the_noise_of_most_evidence():
+    model, render = scene()
+    rays = rand(30, 5, 3)
+    y = render(rays, lambda x: x).detach() + 0.2 * torch.randn(
+        30, 2, **DOUBLE, generator=torch.Generator().manual_seed(1)
+    )
+    options = {"box": BOX3, "resolution": 2, "render": render}
+    posterior = lp.SpatialField(model, lp.Gaussian(torch.ones(2, **DOUBLE)), **options).fit([(rays, y)])
+    with pytest.warns(lp.errors.NoGainWarning, match="tells no prior precision"):
+        posterior.fit_prior_precision()
+    noise = posterior.noise_std.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(noise_std=noise), noise)
+    assert posterior.tuning.converged and noise.shape == (2,) and (slope * noise).abs().max() < 1e-4
+    assert ((noise - 0.2).abs() < 4.5 * 0.2 / 60**0.5).all() and float(posterior.prior_precision) == 1.0  # 2/2 cells

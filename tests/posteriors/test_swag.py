@@ -229,7 +229,6 @@ BAD = {
     "no network": (lambda: lp.SWAG(net(), "classification").collect("net"), "not a module"),
     "ignored": (lambda: lp.SWAG(net(), "classification").fit([(X, torch.full_like(Y, -100))]), "is zero"),
     "update": (lambda: lp.SWAG(net(), "classification", n_snapshots=2).fit(DATA).update(DATA), "cannot be updated"),
-    "tuning": (lambda: lp.SWAG(net(), "classification", n_snapshots=2).fit(DATA).fit_prior_precision(), "SWAG"),
 }
 
 

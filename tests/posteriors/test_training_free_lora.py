@@ -12,7 +12,6 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import (
-    ConfigurationError,
     ConvergenceWarning,
     ModelChangedError,
     SelectionError,
@@ -130,16 +129,11 @@ def test_the_search_is_by_common_random_numbers_and_keeps_the_largest_accepted_s
     assert one.noise_scale < rejected <= one.noise_scale * (1 + 2**-9)
 
 
-def test_labels_and_accuracy_are_other_scores():
+def test_scores_by_labels_are_those_of_wrong_ones_too():
     model, x = linear(), torch.randn(200, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     labels = (model(x).argmax(-1) + (torch.arange(200) % 10 == 0)) % 5  # every tenth is wrong
-    by_labels = lp.TrainingFreeLoRA(model, "classification", score="accuracy", labels=True, halvings=3).fit(
-        [(x, labels)]
-    )
-    own = lp.TrainingFreeLoRA(model, "classification", score="accuracy", halvings=3).fit([(x, labels)])
-    assert by_labels.report.network == pytest.approx(0.1)
-    assert own.report.network == 0.0
-    assert by_labels.noise_scale > 0 < own.noise_scale
+    posterior = lp.TrainingFreeLoRA(model, "classification", labels=True, halvings=3).fit([(x, labels)])
+    assert posterior.report.network == pytest.approx(float(nn.functional.cross_entropy(model(x).detach(), labels)))
 
 
 def test_noise_without_effect_is_told():
@@ -204,44 +198,64 @@ class TestSelection:
         assert set(lp.Diagonal(model, "classification", parameters="lora").parameter_names) == names
 
 
-class TestLeastLoss:
-    """Without a tolerance, the scale is that with the least NLL of given labels."""
+@pytest.mark.slow
+def test_held_out_labels_choose_the_scale_of_the_closed_form():
+    """The density N(y; m, v) within U's two dimensions, v = ν² + s²σ²‖x‖², is largest at v = |Uᵀ(y − m)|²/2."""
+    model, x, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 0.8
+    u = torch.linalg.svd(layer_of(model).lora_B["default"].weight.detach(), full_matrices=False)[0]
+    y = model(x).detach() + 2 * noise * u[:, 0]  # v = 2 ν²
+    posterior = lp.TrainingFreeLoRA(model, lp.Gaussian(noise_std=noise), halvings=2).fit([(x, y)])
+    expected = math.sqrt(noise**2 / (9 * float(x.square().sum())))
+    options = {"data": [(x, y)], "grid": [expected * 2.0**k for k in range(-2, 3)], "tune_noise": False}
+    posterior.fit_prior_precision("validation", n_samples=4000, generator=torch.Generator().manual_seed(0), **options)
+    assert posterior.noise_scale == pytest.approx(expected)
 
-    @pytest.mark.slow
-    def test_the_scale_is_that_of_the_closed_form(self):
-        """The density N(y; m, v) within U's two dimensions, v = ν² + s²σ²‖x‖², is largest at v = |Uᵀ(y − m)|²/2."""
-        model, x, noise = linear(inputs=2, outputs=3), torch.tensor([[0.4, -0.8]], dtype=torch.float64), 0.8
-        u = torch.linalg.svd(layer_of(model).lora_B["default"].weight.detach(), full_matrices=False)[0]
-        y = model(x).detach() + 2 * noise * u[:, 0]  # v = 2 ν²
-        found = []
-        for seed in range(6):
-            posterior = lp.TrainingFreeLoRA(
-                model, lp.Gaussian(noise_std=noise), tolerance=None, labels=True, n_samples=250, halvings=6
-            )
-            posterior.fit([(x, y)], generator=torch.Generator().manual_seed(seed))
-            found.append(posterior.noise_scale)
-            score, scale = min((score, scale) for scale, score, _ in posterior.report.steps)
-            assert scale == posterior.noise_scale and score < posterior.report.network
-        expected = math.sqrt(noise**2 / (9 * float(x.square().sum())))
-        error = float(torch.tensor(found).std()) / math.sqrt(len(found))
-        assert error < 0.06 * expected  # of 250 draws each
-        assert abs(sum(found) / len(found) - expected) < 4.5 * error + expected * 2**-6
 
-    def test_there_is_no_noise_where_none_helps(self, tmp_path):
-        model, x = linear(), torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        posterior = lp.TrainingFreeLoRA(model, lp.Gaussian(), tolerance=None, labels=True, halvings=2)
-        with pytest.warns(ConvergenceWarning, match="No scale was better than none"):
-            posterior.fit([(x, model(x).detach())])
-        posterior.save(tmp_path / "it")
-        for one in (posterior, lp.load(tmp_path / "it", model)):
-            assert one.noise_scale == 0 and one.tolerance is None
-            for outputs in one.sampled_outputs(x, 3, None):
-                assert torch.equal(outputs, model(x))
+def test_a_scale_that_was_tuned_is_saved(tmp_path):
+    model, x = linear(), torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    posterior = lp.TrainingFreeLoRA(model, lp.Gaussian(), halvings=2).fit([(x, model(x).detach())])
+    posterior.fit_prior_precision(data=[(x, model(x).detach())], tune_noise=False)  # by which no noise is best
+    posterior.save(tmp_path / "it")
+    for one in (posterior, lp.load(tmp_path / "it", model)):
+        assert one.noise_scale == 0
+        for outputs in one.sampled_outputs(x, 3, None):
+            assert torch.equal(outputs, model(x))
 
-    @pytest.mark.parametrize(("score", "labels"), [("nll", False), ("accuracy", True)])
-    def test_it_takes_labels_and_a_smooth_score(self, score, labels):
-        with pytest.raises(ConfigurationError, match="Set a tolerance"):
-            lp.TrainingFreeLoRA(linear(), "classification", tolerance=None, score=score, labels=labels)
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_the_bound_is_that_of_dense_gaussians(rank):
+    model, x = linear(rank=rank), torch.randn(30, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = torch.arange(30) % 5
+    posterior = lp.TrainingFreeLoRA(model, "classification", prior_mean=0.1, temperature=2.0, n_samples=7, halvings=2)
+    posterior.fit([(x[:20], y[:20]), (x[20:], y[20:])])
+    scale, m = 0.2, posterior.mean
+    value, precision, noise = posterior.bound([(x, y)], scale, 3, False)
+    posterior.noise_scale = scale
+    drawn = posterior.sampled_outputs(x, 7, torch.Generator().manual_seed(3))
+    losses = [nn.functional.cross_entropy(outputs, y, reduction="sum") for outputs in drawn]
+    root = torch.kron(posterior.state.maps[0], torch.eye(4).double())
+    q = torch.distributions.MultivariateNormal(m, scale**2 * root @ root.mT)
+
+    def divergence(alpha):
+        p = torch.distributions.MultivariateNormal(torch.full_like(m, 0.1), torch.eye(len(m)).double() / alpha)
+        return torch.distributions.kl_divergence(q, p)
+
+    assert value == pytest.approx(float(-sum(losses) / 7 / 2 - divergence(precision)), rel=1e-10) and noise is None
+    assert divergence(precision) < min(divergence(0.99 * precision), divergence(1.01 * precision))
+
+
+def test_the_scale_of_the_largest_bound_is_taken():
+    model, x = linear(), torch.randn(40, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = model(x).detach() + 0.3 * torch.randn(40, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    posterior = lp.TrainingFreeLoRA(model, "regression", halvings=2).fit([(x, y)])
+    posterior.fit_prior_precision(generator=torch.Generator().manual_seed(0))
+    seed = int(lp.likelihoods.sampling.draw_seed(torch.Generator().manual_seed(0)))
+    bounds = {scale: posterior.bound([(x, y)], scale, seed, True) for scale in posterior.tunables()["noise_scale"][1:]}
+    best = max(bounds, key=lambda scale: bounds[scale][0])
+    assert posterior.noise_scale == best and posterior.tuning.converged and posterior.tuning.value == bounds[best][0]
+    assert torch.equal(posterior.noise_std, bounds[best][2]) and torch.equal(posterior.prior_precision, bounds[best][1])
+    data = posterior.predictive(x, generator=torch.Generator().manual_seed(1))
+    assert 0.2 < float(posterior.noise_std.mean()) < 0.6 and (data.epistemic > 0).all()
 
 
 def test_convolutions_have_noise_too():

@@ -14,7 +14,7 @@ from typing_extensions import override
 from laplace_plus import checks
 from laplace_plus.applications.fields.displaced import Displaced, Grid, Render, rows
 from laplace_plus.curvature import Curvature, Layout, Native, Structure
-from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, warn
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.network.batches import Batch, batch_size
@@ -22,10 +22,11 @@ from laplace_plus.network.network import Network, full_precision, refuse_unsuita
 from laplace_plus.network.shadow import unwrap
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.state import GaussianState
+from laplace_plus.posteriors.variational_last_layer.bounds import climb
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
 from laplace_plus.structured import DenseBlock, DiagonalBlock
-from laplace_plus.tuning.base import Tuner
-from laplace_plus.tuning.validation import Validation
+from laplace_plus.tuning import Auto, Tuner, TuningResult, Validation
+from laplace_plus.tuning.base import tunes_noise
 
 PARAMETER = "displacement"
 
@@ -49,8 +50,8 @@ class SpatialField(GaussianPosterior):
     Predictions are of rendered rays; without a renderer, of the model's outputs: mean ``f(x)``, epistemic variance
     ``∂f/∂x Σ_u(x) ∂f/∂xᵀ``. The curvature is that of multilinear weights w. Queries, predictions and samples take
     ``w / ‖w‖``, as the authors do: between independent vertices the field would otherwise seem better known than there.
-    The evidence always grows with the prior precision, as the mean is the prior's: it tunes none, but compares noise
-    levels. Held-out rays tune the precision, ``fit_prior_precision("validation", data=...)``.
+    The evidence always grows with the prior precision, as the mean is the prior's: ``fit_prior_precision()`` tunes the
+    noise by it, and the precision only with held-out rays, ``data=``.
 
     Args:
         model: The trained field; :func:`laplace_plus.load` takes it, too.
@@ -78,7 +79,7 @@ class SpatialField(GaussianPosterior):
         tensor([0.5000, 0.5000])
     """
 
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation, "auto": Auto}
 
     _covariance_cache: tuple[Any, Tensor] | None = None
 
@@ -170,6 +171,26 @@ class SpatialField(GaussianPosterior):
         block = DenseBlock(sums, (n, 1, d)) if blocks else DiagonalBlock(sums[:, :, None, None].repeat(1, 1, 1, d))
         curvature = Curvature([(layout, block)])
         return curvature if total is None else total.add_(curvature), found.outputs
+
+    @override
+    def run_tuner(self, tuner: Any, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """What a tuner finds; without held-out rays the noise of most evidence, at the present prior precision."""
+        if tuner.data is not None:
+            return super().run_tuner(tuner, progress=progress, generator=generator)
+        warn("The evidence tells no prior precision of displacements: it stays. Held-out data= would.", NoGainWarning)
+        noise: Any = self.noise_std
+        converged, own = True, self.log_marginal_likelihood
+        if noise is not None and tunes_noise(self.likelihood, tuner.tune_noise):
+
+            def evidence(at: list[Tensor], slope: bool) -> float:
+                found = own(noise_std=at[0].exp().view(noise.shape))
+                _ = slope and (-found).backward()
+                return float(found.detach())
+
+            (logs,), converged = climb(evidence, [self.laplace_model().residual_noise()], 500, progress)
+            noise = logs.exp().view(noise.shape)
+        value, precision = float(own(noise_std=noise)), self.prior_precision.detach()
+        return TuningResult("marginal_likelihood", precision, noise, value, converged)
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from laplace_plus.posteriors.metric_bnn.latents import LatentModel, LatentReport
 from laplace_plus.posteriors.public import require_influence
 from laplace_plus.posteriors.state import State, of_state, survey
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning import Tuner, Validation
+from laplace_plus.tuning import Auto, Tuner, Validation
 
 # -- exploration -------------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class MetricBNN(Posterior):
         "Fraction of each trajectory, from its start, that is sampled; in (0, 1], and 1 after a fit.",
         partial(checks.number, "extent", above=0.0, most=1.0),
     )
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation, "auto": Auto}
 
     def __init__(
         self,

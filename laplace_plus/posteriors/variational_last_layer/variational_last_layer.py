@@ -96,7 +96,7 @@ class VariationalLastLayer(Posterior):
     """
 
     _one_precision = True
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("elbo", "marginal_likelihood"), VariationalBound)
 
     def __init__(
         self,

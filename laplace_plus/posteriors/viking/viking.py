@@ -88,7 +88,7 @@ class VIKING(ProjectedNoisePosterior):
         True
     """
 
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("elbo", "marginal_likelihood"), VariationalBound)
     keeps_range = True
     history = of_state("history", "The terms of the bound at each step of the fit; training has them from one batch.")
     image_std = of_state("image_std", "The scale σ_im.", lambda value: checks.positive("image_std", float(value)))
