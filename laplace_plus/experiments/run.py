@@ -255,13 +255,7 @@ def write_report(
     """
     output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
-    pooled = {}
-    for label, outcomes in by_label.items():
-        pooled[label] = {name: torch.cat([one.rows[name] for one in outcomes]) for name in outcomes[0].rows}
-    plotting.evaluation(pooled).savefig(output / "report.png", dpi=150)
     reports = {label: one.report for label, one in repeats[0].items() if one.report is not None}
-    for label, report in reports.items():
-        report.to_html(output / f"{folder_of(label).replace('posterior', 'report', 1)}.html")
     methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
     n_parameters, seconds = sum(p.numel() for p in model.parameters()), time.perf_counter() - started
     content = {**facts, "methods": methods, "parameters": n_parameters, "total_seconds": seconds}
@@ -271,6 +265,12 @@ def write_report(
     said = [f"{label}\n\n{report}" for label, report in reports.items()] if len(repeats) == 1 else []
     said += [table(methods)] if len(repeats) > 1 or len(reports) > 1 else []
     say("\n\n".join([*said, f"{repeated}{seconds:.0f} s in all; written to {output}/"]))
+    pooled = {}
+    for label, outcomes in by_label.items():
+        pooled[label] = {name: torch.cat([one.rows[name] for one in outcomes]) for name in outcomes[0].rows}
+    plotting.evaluation(pooled).savefig(output / "report.png", dpi=150)
+    for label, report in reports.items():
+        report.to_html(output / f"{folder_of(label).replace('posterior', 'report', 1)}.html")
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
