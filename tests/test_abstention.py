@@ -154,7 +154,7 @@ def test_numbers_are_wrong_beyond_a_tolerance():
     assert error.double().mean() > 0.2 and 0.05 < error[accepted].double().mean() < 0.11
     noise = rule(f[2000:]).prediction.std[:, 0]
     assert noise[accepted].max() < noise[~accepted].min() and accepted.double().mean() > 0.5
-    for missing in (None, -1.0):
+    for missing in (None, -1.0, torch.ones(2)):
         with pytest.raises(ConfigurationError, match="tolerance"):
             lp.abstain(posterior, [(f, y)], tolerance=missing)
 

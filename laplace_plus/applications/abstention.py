@@ -14,11 +14,10 @@ risk and δ determine, and goes on to the next one while ``p_j ≤ δ``. It pass
 probability of at most δ: let t be the score after its first rank. If ``R(t) > risk``, it would have to pass t. If not,
 it would have to pass the first threshold below t where R crosses the risk. As ``R = risk`` at crossings, the mean loss
 between neighbouring ones is the risk, too; so given how many rows lie between which, which says where t is, the errors
-down to there are ``Bin(j, risk)``. The risk need not fall with the score. (Equal scores in random order are those of a
-score without ties; a rule takes its λ where the score changes.)
+down to there are ``Bin(j, risk)``. The risk need not fall with the score; the rule takes its λ where the score changes.
 
 **Multiplicity.** One to four walks begin at ranks in geometric progression, each with δ = (1 − confidence) / (number of
-walks); ``score="best"`` has a third of that for each score. A first walk begins where no error at all just passes.
+walks); ``score="best"`` has a third of that for each score.
 """
 
 from __future__ import annotations
@@ -238,6 +237,7 @@ def _losses(prediction: Prediction, rows: Any, control: str, tolerance: Any) -> 
         if control != "error":
             counts = counts & (_is_one(prediction) if control == "precision" else targets == 1)
     else:
+        checks.shape("The tolerance", tolerance, [mean.shape[-1]] * tolerance.dim())
         each, counts = ((targets - mean.reshape(targets.shape)).abs() > tolerance.to(mean)).any(1), counts.all(1)
     each, counts = each.view(len(mean), -1), counts.view(len(mean), -1)
     return (each & counts).sum(1) / counts.sum(1).clamp_min(1), counts.any(1), each.shape[1] == 1

@@ -107,9 +107,7 @@ class ConformalPosterior:
         limit = limit * prediction.std if self.score == "scaled" else limit
         return mean - limit, mean + limit
 
-    def adapt(
-        self, x: Any, y: Any, *, rate: float = 0.02, generator: torch.Generator | None = None
-    ) -> ConformalPosterior:
+    def adapt(self, x: Any, y: Any, *, rate: float = 0.02, generator: Any = None) -> ConformalPosterior:
         """One with thresholds for what comes after a batch, from as many latest scores; UnsupportedError with ``by``.
 
         Args:

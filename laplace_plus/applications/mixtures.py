@@ -330,7 +330,7 @@ def predictor(found: Any, likelihood: Any = None, data: Any = None) -> Any:
     ConfigurationError for a network without a likelihood, a posterior with one, and what does not predict.
     """
     alone = isinstance(found, nn.Module)
-    if alone == (likelihood is None) or not alone and not hasattr(found, "predictive"):
+    if alone == (likelihood is None) or not alone and getattr(found, "likelihood", None) is None:
         expected = 'a posterior, or a network with its likelihood, such as likelihood="classification"'
         got = f"{type(found).__name__}, {likelihood=}"
         raise ConfigurationError("This does not predict targets.", expected=expected, got=got)
