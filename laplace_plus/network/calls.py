@@ -347,12 +347,12 @@ Rule = Callable[..., Call | tuple[Call, ...] | None]
 
 
 def _linear(
-    find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None, groups: int = 1, ragged: bool = False
+    find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None, ragged: bool = False
 ) -> Call | None:
     if find(input) is not None:
         return None
     axes, shape = tuple(range(input.ndim - 1)), weight.shape
-    return LinearCall(find(weight), find(bias), input, -1, axes, True, False, False, shape, groups, ragged)
+    return LinearCall(find(weight), find(bias), input, -1, axes, True, weight_shape=shape, ragged=ragged)
 
 
 def _matmul(find: Finder, input: Tensor, other: Tensor) -> Call | None:

@@ -27,13 +27,13 @@ def _gru(x: Tensor, y: Tensor, h: Tensor, c: None) -> tuple[Tensor, None]:
     return n + torch.sigmoid(z + z_h) * (h - n), c
 
 
-_KINDS: dict[str, tuple[int, bool, Callable[..., Any]]] = {
-    "lstm": (4, False, _lstm),
-    "gru": (3, True, _gru),
-    "rnn_tanh": (1, False, lambda x, y, h, c: (y.tanh(), c)),
-    "rnn_relu": (1, False, lambda x, y, h, c: (y.relu(), c)),
+_KINDS: dict[str, tuple[bool, Callable[..., Any]]] = {
+    "lstm": (False, _lstm),
+    "gru": (True, _gru),
+    "rnn_tanh": (False, lambda x, y, h, c: (y.tanh(), c)),
+    "rnn_relu": (False, lambda x, y, h, c: (y.relu(), c)),
 }
-"""Number of gates; whether ``x = W_ih x_t + b_ih`` and ``y = W_hh h + b_hh`` come apart, or as their sum; a step."""
+"""Whether ``x = W_ih x_t + b_ih`` and ``y = W_hh h + b_hh`` come apart, or as their sum; and a step."""
 
 _LAYERS = {getattr(torch, name): kind for name, kind in _KINDS.items()}
 _CELLS = {getattr(torch, f"{name}_cell"): kind for name, kind in _KINDS.items()}
@@ -46,7 +46,8 @@ def written_out(func: Any, args: Sequence[Any], note: Callable[..., None]) -> An
     """What a recurrent function returns; None in transforms of torch.func, and with dropout.
 
     ``note`` is called for each linear map with a tensor ``[B, T, o]`` that has its output's gradient, its input
-    ``[B, T, i]``, weight and bias, the number of gates in the weight, and whether sequences end before T.
+    ``[B, T, i]``, weight and bias, and whether sequences end before T. A weight holds all gates: their covariances are
+    worth a tenth of a prediction's time.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
         return None
@@ -84,7 +85,7 @@ def written_out(func: Any, args: Sequence[Any], note: Callable[..., None]) -> An
 
 
 def _direction(
-    kind: tuple[int, bool, Callable[..., Any]],
+    kind: tuple[bool, Callable[..., Any]],
     x: Tensor,
     state: tuple[Tensor, Any],
     weights: Sequence[Any],
@@ -93,7 +94,7 @@ def _direction(
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Outputs ``[B, T, H]`` of one layer in one direction for inputs ``[B, T, i]``, and its last state."""
-    (gates, apart, step), (h, c) = kind, state
+    (apart, step), (h, c) = kind, state
     w_ih, w_hh, b_ih, b_hh, w_hr = [*weights, None, None, None][:5]
     n, length = x.shape[:2]
     rows, ends = torch.arange(n, device=x.device), None if lengths is None else lengths.to(x.device)
@@ -114,10 +115,10 @@ def _direction(
         hidden.append(h if w_hr is None else torch.addmm(own_p, h, w_hr.T))
         cells.append(c)
     outputs = torch.stack(hidden[1:], 1)
-    note(from_x, x, w_ih, b_ih, gates, ends is not None)
-    note(from_h, turned(torch.stack(hidden[:-1], 1)), w_hh, b_hh, gates, ends is not None)
+    note(from_x, x, w_ih, b_ih, ends is not None)
+    note(from_h, turned(torch.stack(hidden[:-1], 1)), w_hh, b_hh, ends is not None)
     if w_hr is not None:
-        note(projected, turned(torch.stack(inner, 1)), w_hr, None, 1, ends is not None)
+        note(projected, turned(torch.stack(inner, 1)), w_hr, None, ends is not None)
     if ends is None:
         return turned(outputs), (hidden[-1], c)
     c = c if c is None else torch.stack(cells, 1)[rows, ends - 1]

@@ -19,8 +19,8 @@ _KRONECKER = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.RNNBase, nn.R
 class KFAC(GaussianPosterior):
     """Laplace with one Kronecker product ``G ⊗ A`` for each layer: correlations within layers kept.
 
-    The default choice for whole networks. Linear layers, convolutions (transposed, too), embeddings, attention and the
-    gates of recurrent layers (a step is a position) get Kronecker products, normalisations exact 2 × 2 blocks for each
+    The default choice for whole networks. Linear layers, convolutions (transposed, too), embeddings, attention and
+    recurrent layers (a step is a position) get Kronecker products, normalisations exact 2 × 2 blocks for each
     channel, and any other parameter an exact dense or diagonal block; :meth:`summary` says which.
 
     Args:
