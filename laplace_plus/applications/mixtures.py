@@ -332,8 +332,7 @@ def predictor(found: Any, likelihood: Any = None, data: Any = None) -> Any:
     alone = isinstance(found, nn.Module)
     if alone == (likelihood is None) or not alone and getattr(found, "likelihood", None) is None:
         expected = 'a posterior, or a network with its likelihood, such as likelihood="classification"'
-        got = f"{type(found).__name__}, {likelihood=}"
-        raise ConfigurationError("This does not predict targets.", expected=expected, got=got)
+        raise ConfigurationError("It does not predict.", expected=expected, got=f"{type(found)}, {likelihood=}")
     model = Ensemble([found], likelihood) if alone else found
     fits = data is not None and isinstance(likelihood, str) and model.likelihood.is_gaussian
     return model.fit(data) if fits else model
