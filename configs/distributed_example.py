@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 4 configs/distributed_example.py runs/distributed_example
 
 On a machine without GPUs it runs on the CPU. Put your own network and data in place of `trained_network` and
-`examples`; the network may also be wrapped in DistributedDataParallel. One that fully_shard (FSDP2) has sharded goes
-through `lp.distributed.gathered` first.
+`examples`; the network may also be wrapped in DistributedDataParallel. One that fully_shard (FSDP2) has sharded
+stays so, within `with lp.distributed.together(posterior):` after the fit.
 """
 
 from __future__ import annotations

@@ -261,18 +261,21 @@ def _fitted(posterior: P, shard: Iterable[Any], before: Any, *, progress: bool, 
 
     with _open(turns), exact_arithmetic(posterior.network):
         posterior.network.check_finite()
-        seed = _agreed(ranks, posterior, before, generator)
+        weights = fingerprint(posterior.model)
+        seed = _agreed(ranks, posterior, weights, before, generator)
         # The examples of different ranks draw independent labels; all else that is drawn is the same on all ranks.
         source = stage_generator(seed, ranks.rank if posterior.backend.kind == "ggn_mc" else 0)
         show = progress and ranks.rank == 0
         made._fitted(shard, before, reduce=reduce, progress=show, generator=source)
-        made.training_data = TrainingData()
+        made.training_data, made.network.weights = TrainingData(), weights if made.network.held.sharded else {}
     ranks.meet()
     posterior.__dict__ = vars(made)
     return posterior
 
 
-def _agreed(ranks: Ranks, posterior: Posterior, before: Any, generator: torch.Generator | None) -> int:
+def _agreed(
+    ranks: Ranks, posterior: Posterior, weights: dict[str, str], before: Any, generator: torch.Generator | None
+) -> int:
     """Rank 0's seed, after all ranks have found that they have the same posterior."""
     hyperparameters = {name: getattr(posterior, name) for name in ("prior_precision", "prior_mean", "temperature")}
     own = {
@@ -283,7 +286,7 @@ def _agreed(ranks: Ranks, posterior: Posterior, before: Any, generator: torch.Ge
         "backend": str(posterior.backend.config()),
         "selected parameters": str([(s.name, s.mask is None or digest(s.mask)) for s in posterior.network.selected]),
         **{name: f"{value.flatten()[:3].tolist()} {digest(value)}" for name, value in hyperparameters.items()},
-        **{f"the tensor {name!r}": text for name, text in fingerprint(posterior.model).items()},
+        **{f"the tensor {name!r}": text for name, text in weights.items()},
     }
     reports = ranks.meet((own, draw_seed(torch.default_generator if generator is None else generator)))
     first, seed = reports[0]

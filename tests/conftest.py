@@ -11,10 +11,8 @@ if WORKER:  # workers that each use every core only get in each other's way
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-collect_ignore = [
-    "distributed/worker.py",
-    "distributed/sharded.py",
-]  # run in processes of its own; what it imports takes seconds
+# Run in processes of their own; what they import takes seconds.
+collect_ignore = [f"distributed/{name}.py" for name in ("worker", "sharded", "trainer")]
 
 if WORKER:
     torch.set_num_threads(1)

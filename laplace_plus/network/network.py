@@ -138,6 +138,7 @@ class Network:
         self.missed: set[str] = set()  # parameters for which some batch missed the invariant
         self.warned: set[str] = set()  # parameters of which a warning has said what they cost
         self.reached: dict[str, bool] = {}  # whether a gradient of the outputs reaches a parameter, as far as asked
+        self.weights: dict[str, str] = {}  # what files say of a sharded network's, which takes all ranks to find
         self.lists: bool | None = None  # whether a list is one argument of the model, once a batch was one
 
     def selecting(self, parameters: Selection) -> Network:
@@ -395,7 +396,7 @@ class Network:
                         held.parameters[name] = tensor
                     try:
                         part = local(tensor) if is_spread else tensor
-                        tensors.append((name, id(tensor), part.data_ptr(), part._version))
+                        tensors.append((name, id(tensor), part.data_ptr(), tensor._version))
                     except RuntimeError:  # of inference mode, sparse ones, and tensors without storage
                         tensors.append((name, id(tensor)))
             if MERGED in vars(module):

@@ -131,7 +131,8 @@ def state_dict(found: Any) -> dict[str, Any]:
     selected = posterior.network.selected
     header = {"likelihood": posterior.likelihood.config(), "backend": backend.config()}
     return _encoded(
-        header | {"class": name_of(type(posterior)), "network": fingerprint(posterior.model)},
+        header
+        | {"class": name_of(type(posterior)), "network": posterior.network.weights or fingerprint(posterior.model)},
         options=posterior.options,
         parameters=[x.name for x in selected] if all(x.mask is None for x in selected) else refine(selected),
         prior_mean=posterior.prior_mean,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -131,6 +132,70 @@ def corrected_eigenvalues_and_updates(rank: int, folder: Path) -> None:
 
 
 @wrapped
+def files(rank: int, folder: Path) -> None:
+    """Rank 0 saves alone; the file is loaded onto the whole network, and onto shards of any number of ranks."""
+    ours = fit(
+        lp.KFAC(sharded(), "classification", parameters=LAYERS), shares(rank, torch.distributed.get_world_size())
+    )
+    if rank == 0:
+        ours.save(folder / "saved")
+    torch.distributed.barrier()
+    alone, again = lp.load(folder / "saved", Words()), lp.load(folder / "saved", sharded())
+    close(alone.functional_posterior(inputs(batches()[0])).covariance, covariance(ours), 1e-10)
+    close(covariance(again), covariance(ours), 1e-10)
+
+
+def covariance(posterior: Any) -> Tensor:
+    with together(posterior):
+        return posterior.functional_posterior(inputs(batches()[0])).covariance
+
+
+@wrapped
+def adapters(rank: int, folder: Path) -> None:
+    """Low-rank adapters of PEFT in a GPT with a tied head, padded batches with a label for each token."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    warnings.simplefilter("ignore")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=12, n_layer=2, n_head=2, use_cache=False)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        options = peft.LoraConfig(r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+        net = peft.get_peft_model(transformers.GPT2LMHeadModel(config), options).double()
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.2)
+        return net
+
+    def split(net: nn.Module) -> nn.Module:
+        for block in net.base_model.model.transformer.h:
+            fully_shard(block)
+        return fully_shard(net)
+
+    source, every = torch.Generator().manual_seed(1), []
+    for n, length in ((3, 8), (2, 6), (3, 5), (1, 4), (2, 7)):
+        ids, mask = torch.randint(11, (n, length), generator=source), torch.ones(n, length, dtype=torch.long)
+        mask[0, length - 2 :] = 0
+        labels = torch.cat([ids[:, 1:], torch.full((n, 1), -100)], 1)
+        labels[0, length - 3 :] = -100
+        every.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    size = torch.distributed.get_world_size()
+    mine = every[:4] if rank == 0 else every[4:] if rank == size - 1 else []
+    for kind, parameters in ((lp.KFAC, "lora"), (lp.Diagonal, "lora"), (lp.KFAC, "last_layer")):
+        alone = kind(make(), "classification", parameters=parameters).fit(every)
+        ours = fit(kind(split(make()), "classification", parameters=parameters), mine)
+        x = inputs(every[rank])
+        with together(ours):
+            for posterior in (ours, alone):
+                posterior.fit_prior_precision("marginal_likelihood")
+            found = ours.functional_posterior(x)
+            close(ours.predictive(x, link="probit").mean, alone.predictive(x, link="probit").mean, 1e-10)
+        close(found.covariance, alone.functional_posterior(x).covariance, 1e-10)
+        terms = alone.log_marginal_likelihood().abs() + alone.n_parameters
+        close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-10, terms)
+
+
+@wrapped
 def what_a_rank_cannot_do(rank: int, folder: Path) -> None:
     ours = lp.KFAC(sharded(), "classification", parameters=LAYERS)
     assert "lp.distributed.fit" in raised(errors.UnsupportedError, lambda: ours.fit(batches()))
@@ -148,14 +213,13 @@ def what_a_rank_cannot_do(rank: int, folder: Path) -> None:
 @check
 def a_rank_that_fails_within_a_pass(rank: int, folder: Path) -> None:
     """The others wait within the layers. The group is gone afterwards: this check is the last one."""
-    net, started = sharded(), time.perf_counter()
+    net = sharded()
     wrong = partial(fit, lp.KFAC(net, "classification", parameters=LAYERS), shares(rank, 2))
     if rank == 1:
         net.layers[1].down.forward = _raise
         assert raised(ValueError, wrong) == "an odd input"
     else:
         assert "Rank 1 failed. ValueError: an odd input" in raised(errors.DistributedError, wrong)
-    assert time.perf_counter() - started < 30
 
 
 def _raise(x: Tensor) -> Tensor:

@@ -65,21 +65,35 @@ def test_sharded_networks_on_four_ranks(tmp_path: Path) -> None:
     options: Any = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen(command(rank, 4, tmp_path, names), **options) for rank in range(4)]
     try:
-        said = "\n".join(rank.communicate(timeout=300)[1] for rank in ranks)
+        said = "\n".join(rank.communicate(timeout=900)[1] for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()
     require(4, tmp_path, names, said)
 
 
-@pytest.mark.slow
-def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+def torchrun(*script: str) -> str:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0", "configs/distributed_example.py", str(tmp_path / "saved")]
+    launch += ["--rdzv-endpoint", "localhost:0", *script]
     done = subprocess.run(launch, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = re.search(r"fitted to 1001 examples.*accuracy (\S+) on 503 examples", done.stdout)
-    assert found is not None and float(found[1]) > 0.85, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_trainer_with_adapters_under_fsdp2() -> None:
+    for package in ("accelerate", "peft", "transformers"):
+        pytest.importorskip(package)
+    said = torchrun("tests/distributed/trainer.py")
+    for rank in range(2):
+        assert re.search(rf"rank {rank}: .*fitted to 16 examples\), \(3, 2\)", said), said
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+    said = torchrun("configs/distributed_example.py", str(tmp_path / "saved"))
+    found = re.search(r"fitted to 1001 examples.*accuracy (\S+) on 503 examples", said)
+    assert found is not None and float(found[1]) > 0.85, said
     assert (tmp_path / "saved").exists()
 
 

@@ -395,7 +395,7 @@ def take_part(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     method = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=180))
     try:
         with warnings.catch_warnings(), (folder / f"{rank}.jsonl").open("w", buffering=1) as file:
             warnings.simplefilter("error")
