@@ -1,4 +1,4 @@
-"""Adapters without examples or without their packages are left out of the doctests; tests collect no garbage of torch."""
+"""Adapters without examples or their packages are left out of the doctests; tests collect no garbage of torch."""
 
 import gc
 from importlib.util import find_spec

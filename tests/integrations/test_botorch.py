@@ -74,7 +74,6 @@ def test_each_batch_is_jointly_gaussian_over_its_points(m, q):
     assert found.rsample(torch.Size([5])).shape == (5, 2, 33, q, m)
 
 
-@pytest.mark.slow
 def test_chosen_outcomes_are_those_of_all():
     model, x = surrogate(2), torch.rand(4, 3, 2).double()
     whole, second, turned = model.posterior(x), model.posterior(x, [1]), model.posterior(x, [1, 0])

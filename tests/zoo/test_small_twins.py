@@ -167,6 +167,8 @@ def test_diagonal(architecture):
     "two_names",
     "declared_out_of_order",
     "generator",
+    "volumes",
+    "attention",
     "compiled_part",
 )
 @pytest.mark.filterwarnings("ignore:Which rows belong")
