@@ -255,6 +255,7 @@ def test_the_oracle_of_kronecker_factors_has_work_to_do(name):
     assert kronecker_oracle(named(name))
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.quick(
     "unet", "lstm", "cells", "transformer_encoder", "tied_language_model", "embedding_bag", "mixture_of_experts"
 )
