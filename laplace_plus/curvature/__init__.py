@@ -29,7 +29,8 @@ from laplace_plus.curvature.structures import (
     LowRankStructure,
     Structure,
 )
-from laplace_plus.network.calls import Call, LinearCall, register_rule
+from laplace_plus.network.calls import Call, LinearCall
+from laplace_plus.network.rules import register_rule
 from laplace_plus.structured.blocks import register_block
 from laplace_plus.structured.layout import Layout
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -28,9 +28,11 @@ from torch.utils._pytree import tree_leaves
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, tensors_in
-from laplace_plus.network.calls import PRODUCTS, RULES, Call, EmbeddingCall, LinearCall, ParameterRows
+from laplace_plus.network.calls import Call, EmbeddingCall, LinearCall, ParameterRows
+from laplace_plus.network.moves import ALONG, FEW, INDEXING, MIXING, ORDERING, TELLING, UNSEEN
 from laplace_plus.network.network import Network
 from laplace_plus.network.recurrent import RECURRENT, written_out
+from laplace_plus.network.rules import PRODUCTS, RULES
 from laplace_plus.network.selection import layer_of
 
 # glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
@@ -58,47 +60,6 @@ _SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tenso
 _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_, Tensor.data.__get__})  # type: ignore[attr-defined]
 """Functions whose results no gradient passes."""
 
-
-def _functions(names: str) -> frozenset[Callable[..., Any]]:
-    owners = (torch, Tensor, torch._C._VariableFunctions)
-    return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
-
-
-_UNSEEN = _functions("tolist numpy __array__ __float__")
-"""Functions behind which values are computed with elsewhere."""
-
-_TELLING = _functions("item __bool__ __int__ __index__ __contains__ equal allclose is_nonzero")
-"""Functions whose results tell Python code which way to go."""
-
-_FEW = 8
-"""So many results of those are a kind of batch; more of them are those of a loop over examples."""
-
-_ORDERING = _functions(
-    "sort msort topk masked_select unique unique_consecutive repeat_interleave _pack_padded_sequence"
-    " _pad_packed_sequence"
-) | {torch.unique, torch.unique_consecutive, torch._unique2}
-"""Functions whose results depend on the data in order, number or place of rows."""
-
-_INDEXING = _functions(
-    "__getitem__ __setitem__ gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ take"
-    " take_along_dim index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put"
-    " index_put_ index_reduce index_reduce_ masked_scatter masked_scatter_ put put_"
-)
-"""Functions that move rows by integers or masks among their further arguments."""
-
-_ALONG = _functions(
-    "flip roll sum mean nanmean nansum prod std var norm amax amin max min median logsumexp softmax log_softmax cumsum"
-    " cumprod cummax cummin logcumsumexp diff"
-) | {F.softmax, F.log_softmax}
-"""Functions that move or mix rows if they go along the first axis: by how much, numbers of zero and one may decide."""
-
-_PRODUCTS = _functions("matmul __matmul__ __rmatmul__ mm mv addmm einsum inner") | {
-    F.linear,
-    torch.einsum,
-    torch.tensordot,
-    torch.sparse.mm,
-}
-"""Functions that move or mix rows by a matrix, such as one of a permutation."""
 
 _QUIET = "There is a performance drop|Full backward hook is firing"
 """Warnings of derivatives that several cotangents, or hooks of the user, take another way."""
@@ -286,24 +247,24 @@ class _Recorder(TorchFunctionMode):
             if known:
                 known.difference_update(map(id, made))  # of tensors that are gone
             return
-        if func in _UNSEEN:
+        if func in UNSEEN:
             self.moves_rows = True
-        elif func in _TELLING:
+        elif func in TELLING:
             self._note_told(output)
         elif not any(map(_REQUIRES, made)):
             pass
-        elif func in _INDEXING:
+        elif func in INDEXING:
             for tensor in tensors_in((args[1:], kwargs)):
                 is_known = known is None or id(tensor) in known
                 self.moves_rows = self.moves_rows or (is_known and tensor.dtype in _INTEGERS)
             self.moves_rows = self.moves_rows or _cuts_rows(args)
-        elif func in _ALONG:
+        elif func in ALONG:
             axes = [item for item in tree_leaves((args[1:], kwargs)) if type(item) is int]
             self.moves_rows = not axes or not {0, -derived[0].ndim}.isdisjoint(axes)
-        elif func in _PRODUCTS:
+        elif func in MIXING:
             self.moves_rows = len(derived) > 1 and any(tensor.ndim <= 2 for tensor in derived)  # noqa: PLR2004
         else:
-            self.moves_rows = func in _ORDERING
+            self.moves_rows = func in ORDERING
         for tensor in made:  # a matrix of pairs of examples
             if tensor.dtype in _INTEGERS and tensor.ndim > 1 and any(tensor.shape.count(n) > 1 for n in self.sizes):
                 self.moves_rows = True
@@ -316,7 +277,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note_told(self, value: Any) -> None:
         self.told.append(value)
-        self.moves_rows = self.moves_rows or len(self.told) > _FEW or isinstance(value, float)
+        self.moves_rows = self.moves_rows or len(self.told) > FEW or isinstance(value, float)
 
 
 def _cuts_rows(args: Any) -> bool:

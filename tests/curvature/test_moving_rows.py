@@ -348,7 +348,7 @@ def test_examples_that_share_rows_are_told_to_be_dear():
 
 def test_a_wrong_rule_does_not_reach_the_curvature():
     """The invariant is that of the sums, so that it finds rules that are wrong, too."""
-    from laplace_plus.network.calls import RULES  # noqa: PLC0415
+    from laplace_plus.network.rules import RULES  # noqa: PLC0415
 
     right = RULES[nn.functional.linear]
 
