@@ -27,6 +27,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.applications.serving import FrozenPosterior, pair_tables
 from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian
+from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import batches
@@ -89,7 +90,7 @@ class DistilledPosterior(FrozenPosterior):
     def features(self, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         """The outputs ``[B, *, C]`` and the features ``[B, *, D]``."""
         _PASS.taken = {}
-        outputs = self.arrange(batches.output_tensor(self.body(*args, **keywords)))
+        outputs = widen(self.arrange(batches.output_tensor(self.body(*args, **keywords))))
         parts = [outputs]
         for name, (axis, is_averaged) in self.taps.items():
             value = _PASS.taken[name]
@@ -132,7 +133,7 @@ def distill(
     Args:
         posterior: A fitted posterior of classes, binary or real outputs, with the hyperparameters to be served.
         inputs: A loader, whose targets are not looked at, or one batch's inputs.
-        link: As of ``predictive``, in closed form and from variances.
+        link: As of ``predictive``: any but ``"mc"`` and ``"bridge"``.
         copies: Altered copies of each input.
         width: Squares, and as many hidden units, of the head.
         steps: Steps of Adam.
@@ -141,17 +142,18 @@ def distill(
 
     Raises:
         NotFittedError: Before the fit.
-        UnsupportedError: Another likelihood or link, or a mean that is not the network's output.
+        UnsupportedError: Another likelihood, a mean that is not the network's output, or inputs without examples.
         ConfigurationError: Fewer than 20 inputs, or other options out of range.
     """
+    likelihood = posterior.likelihood if isinstance(posterior, Posterior) else None
+    if type(likelihood) not in (Categorical, Bernoulli, Gaussian):
+        what, expected = f"{posterior!r} takes more than variances.", "a posterior of classes, binary or real outputs"
+        raise UnsupportedError(what, expected=expected)
     posterior.require_fit()
-    network, likelihood = posterior.network, posterior.likelihood
-    link = checks.choice("link", link or posterior.link or likelihood.links[0], likelihood.links)
+    network, known = posterior.network, [one for one in likelihood.links if one not in ("mc", "bridge")]
+    link = checks.choice("link", link or posterior.link or known[0], known)
     for name, value in {"copies": copies, "width": width, "steps": steps}.items():
         checks.count(name, value)
-    if type(likelihood) not in (Categorical, Bernoulli, Gaussian) or link in ("mc", "bridge"):
-        what, expected = f"{type(likelihood).__name__} by {link!r} takes more than variances.", 'link="probit", say'
-        raise UnsupportedError(what, expected=expected)
     source = torch.Generator().manual_seed(0 if checks.generator(generator) is None else draw_seed(generator))
     made: Any = None
     n, parts = 0, list[list[Any]](([], [], []))  # fitted to, held back, altered copies of the latter
@@ -160,15 +162,20 @@ def distill(
         for item in progress_bar(loader, enabled=progress, description="distill: exact variances"):
             whole = network.receive(batches.inputs_of(item, whole=network.lists))
             size = batches.batch_size(whole)
-            if made is None:
-                made = DistilledPosterior(posterior, link, whole)
+            if not batches.can_be_cut(whole, size):
+                what, expected = (
+                    "These inputs cannot be cut into examples.",
+                    "tensors that have them along their first axis",
+                )
+                raise UnsupportedError(what, expected=expected, got=checks.describe(whole))
+            made = made or DistilledPosterior(posterior, link, whole)
             held = torch.arange(n, n + size, device=network.device) % HELD == HELD - 1
             n += size
-            for rows, is_held in ((~held, 0), (held, 1)):
-                part = batches.cut(whole, rows.nonzero()[:, 0]) if rows.any() else None
-                for number in range(0 if part is None else 1 + copies):
+            for rows, plain, altered in ((~held, 0, 0), (held, 1, 2)):
+                part = batches.cut(whole, rows.nonzero()[:, 0])
+                for number in range((1 + copies) * bool(rows.any())):
                     own = _altered(part, source) if number else part
-                    parts[is_held + (is_held and number > 0)].append(_exact(posterior, made, own))
+                    parts[altered if number else plain].append(_exact(posterior, made, own))
         checks.count("The number of inputs", n, 20)
         data = [[*map(torch.cat, zip(*own, strict=True))] for own in parts]
         _fit(made, data[0], width, steps, source, progress)
@@ -218,24 +225,24 @@ def _altered(inputs: Any, source: torch.Generator) -> Any:
     Integers that are more than zeros and ones, such as tokens, are swapped with those of another example.
     """
     leaves, rebuild = batches.flatten(inputs)
-    size = batches.batch_size(inputs)
-    order, chance = torch.randperm(size, generator=source), torch.rand(8, size, generator=source)
+    size, drawn = batches.batch_size(inputs), dict[str, Any](generator=source, device="cpu")
+    order, chance = torch.randperm(size, **drawn), torch.rand(8, size, **drawn)
 
     def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or not batches.can_be_cut(inputs, size):
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
         u, other = chance.to(leaf.device).view(8, size, *[1] * (leaf.ndim - 1)), leaf[order.to(leaf.device)]
         if not leaf.is_floating_point():
-            swapped = torch.rand(leaf.shape, generator=source).to(u) < u[0]
+            swapped = torch.rand(leaf.shape, **drawn).to(u) < u[0]
             return leaf if int(leaf.max()) <= 1 else other.where(swapped, leaf)
         used, u, centre, spread = u[4:] < 0.4, u.to(leaf), leaf.mean(0), leaf.std(0, correction=0)  # noqa: PLR2004
         spread = torch.maximum(spread, spread.median() / 2)  # columns may have units of their own, borders none
         mixed = (other + (2 * u[0] - 0.5) * (leaf - other)).where(used[0], leaf)
         for axis in range(1, leaf.ndim):
-            mixed = mixed.roll(int(torch.randint(leaf.shape[axis], (), generator=source)), axis).where(used[1], mixed)
+            mixed = mixed.roll(int(torch.randint(leaf.shape[axis], (), **drawn)), axis).where(used[1], mixed)
         scale = (3.5 * u[1] - 2).exp() * torch.where(u[2] < 0.2, -1, 1)  # noqa: PLR2004
         mixed = (centre + scale * (mixed - centre)).where(used[2], mixed)
-        noise = (4.7 * u[3] - 3).exp() * spread * torch.randn(leaf.shape, generator=source).to(leaf)
+        noise = (4.7 * u[3] - 3).exp() * spread * torch.randn(leaf.shape, **drawn).to(leaf)
         return (mixed + noise).where(used[3], mixed)
 
     return rebuild(map(one, leaves))
@@ -246,7 +253,8 @@ def _fit(made: Any, data: Any, width: int, steps: int, source: torch.Generator, 
     features, logs = data
     centre, scale = features.mean(0), features.std(0)
     scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-12)
-    size, normal = len(centre), partial(torch.randn, generator=source)
+    size = len(centre)
+    normal: Any = partial(torch.randn, generator=source, device="cpu")
     form = (logs.mean(0) - math.log(2 * width))[:, None].repeat(1, width)
     raw = {"inner": normal(2 * width, size) / size**0.5, "shift": normal(2 * width), "form": form}
     raw |= {"outer": 0.1 * normal(logs.shape[1], width) / width**0.5, "floor": logs.amin(0) - 1}
@@ -254,7 +262,7 @@ def _fit(made: Any, data: Any, width: int, steps: int, source: torch.Generator, 
     optimizer = torch.optim.Adam(raw.values(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
     for _ in progress_bar(range(steps), enabled=progress, description="distill: head"):
-        rows = torch.randint(len(features), (BATCH,), generator=source).to(features.device)
+        rows = torch.randint(len(features), (BATCH,), generator=source, device="cpu").to(features.device)
         optimizer.zero_grad()
         with torch.enable_grad():
             head = raw | {name: raw[name].exp() for name in ("form", "floor")}

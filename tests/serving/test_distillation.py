@@ -135,15 +135,17 @@ def test_several_inputs_are_passed_as_to_the_network():
 
 def test_what_cannot_be_distilled_is_refused():
     posterior, x = fitted(3, "classification")
-    for link in ("mc", "bridge"):
-        with pytest.raises(UnsupportedError, match="more than variances"):
+    for link in ("mc", "bridge", "cubic"):
+        with pytest.raises(ConfigurationError, match="Unknown link"):
             lp.distill(posterior, x, link=link)
-    with pytest.raises(ConfigurationError, match="Unknown link"):
-        lp.distill(posterior, x, link="cubic")
     with pytest.raises(ConfigurationError, match="number of inputs"):
         lp.distill(posterior, x[:19], **QUICK)
     with pytest.raises(ConfigurationError, match="steps"):
         lp.distill(posterior, x, steps=0)
+    with pytest.raises(UnsupportedError, match="more than variances"):
+        lp.distill(lp.KFAC(posterior.model, lp.Poisson()), x)
+    with pytest.raises(UnsupportedError, match="cut into examples"):
+        lp.distill(posterior, {"x": x, "scale": torch.ones(3)})
     posterior, x = fitted()
     posterior.tangent_mean = posterior.network.vector() + 1
     with pytest.raises(UnsupportedError, match="mean is not"):
