@@ -262,8 +262,8 @@ def agreed(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     """R² of ``[N, C]``, and Spearman's correlation, the mean over outputs."""
     spread = (wanted - wanted.mean(0)).square().sum()
     one, other = (own.argsort(0).argsort(0).double() for own in (found, wanted))
-    ranks = ((one - one.mean(0)) * (other - other.mean(0))).mean(0) / (one.std(0, correction=0) * other.std(0, correction=0))
-    return float(1 - (found - wanted).square().sum() / spread), float(ranks.mean())
+    one, other = ((own - own.mean(0)) / own.std(0, correction=0) for own in (one, other))
+    return float(1 - (found - wanted).square().sum() / spread), float((one * other).mean())
 
 
 if __name__ == "__main__":

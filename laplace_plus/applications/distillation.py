@@ -175,7 +175,7 @@ def distill(
                 part = batches.cut(whole, rows.nonzero()[:, 0])
                 for number in range((1 + copies) * bool(rows.any())):
                     own = _altered(part, source) if number else part
-                    parts[altered if number else plain].append(_exact(posterior, made, own))
+                    parts[altered if number else plain].append(exact_logs(posterior, made, own))
         checks.count("The number of inputs", n, 20)
         data = [[*map(torch.cat, zip(*own, strict=True))] for own in parts]
         _fit(made, data[0], width, steps, source, progress)
@@ -200,7 +200,7 @@ def _terms(head: Any, features: Tensor) -> tuple[Tensor, Tensor]:
     return F.linear(form.square(), head["form"], head["floor"]).log(), F.linear(hidden.tanh(), head["outer"])
 
 
-def _exact(posterior: Posterior, made: DistilledPosterior, inputs: Any) -> tuple[Tensor, Tensor]:
+def exact_logs(posterior: Posterior, made: DistilledPosterior, inputs: Any) -> tuple[Tensor, Tensor]:
     """Features ``[N, D]`` and logarithms ``[N, C]`` of the exact variances that the head stands for."""
     args, keywords = batches.bind(made.body, inputs)
     outputs, features = made.features(*args, **keywords)

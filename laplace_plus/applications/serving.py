@@ -150,7 +150,7 @@ class FrozenPosterior(nn.Module):
             p = torch.cat([ahead, -ahead], -1).erfc() @ own["shares"]
             return FrozenPrediction(p, torch.addcmul(p, p, p, value=-1), mean, variance)
         if self.has_noise:
-            return FrozenPrediction(mean, variance + own["noise"], mean, variance)
+            return FrozenPrediction(mean, variance + own["noise"], mean.clone(), variance)  # a name for each output
         marginal = self.likelihood.predict(mean, covariance, link=self.link)
         return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
 
