@@ -179,7 +179,6 @@ def interpolating():
     return lp.Full(interpolating_network(), "classification").fit([(x, y)]), x, y
 
 
-@pytest.mark.slow
 def test_an_interpolating_network_is_refused():
     posterior, x, y = interpolating()
     for options in ({"training_prior_precision": 0.5}, {"weight_decay": 0.01}):
