@@ -62,7 +62,8 @@ class Posterior(Predicting):
             callable ``(outputs, targets) -> log densities``.
         parameters: ``"all"`` (that require gradients), ``"last_layer"`` (on the path to the outputs; of a tied weight
             its use there), names or globs of parameters or modules, a predicate ``(name, parameter) -> bool``, a mask.
-        prior_precision: Inverse prior variance: a scalar, one for each layer, or one for each entry.
+        prior_precision: Inverse prior variance: a scalar, one for each layer, or one for each entry. By default 1, a
+            guess: the first ``predictive`` warns of it, unless it has been tuned or set.
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.
         backend: ``"native"``, ``"backpack"``, ``"curvlinops"``, or an instance with options.
@@ -107,7 +108,7 @@ class Posterior(Predicting):
         likelihood: Any,
         *,
         parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
+        prior_precision: float | Tensor | None = None,
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         backend: str | Backend = "native",
@@ -128,7 +129,8 @@ class Posterior(Predicting):
         self.link: str | None = None
         self.covariance_scale, self.output_temperature, self.tangent_mean = 1.0, 1.0, None
         self._prior_groups: Groups | None = None  # other than the layers
-        self._prior_precision = self._checked_precision(prior_precision)
+        self.is_guess = prior_precision is None  # the prior precision, until it is tuned or set, or somebody was told
+        self._prior_precision = self._checked_precision(1.0 if prior_precision is None else prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean, copy=True)
         self.temperature = temperature
         if self._prior_precision.numel() == self._prior_mean.numel() == 1 or self._is_last_layer:
@@ -285,7 +287,7 @@ class Posterior(Predicting):
             index = result.groups.index
             layers = result.groups.name == LAYERWISE and torch.equal(index, self.network.layer_index())
             self._prior_groups = None if layers else result.groups
-        self._prior_precision = result.prior_precision
+        self._prior_precision, self.is_guess = result.prior_precision, False
         if result.noise_std is not None:
             self.noise_std = result.noise_std
         self.tuning, self.link = result, result.link
@@ -325,7 +327,7 @@ class Posterior(Predicting):
     def prior_precision(self, value: float | Tensor) -> None:
         precision = self._checked_precision(value)
         GaussianPrior.create(precision, self._prior_mean, self._group_index())
-        self._prior_precision, self.link = precision, None
+        self._prior_precision, self.link, self.is_guess = precision, None, False
         self.covariance_scale = self.output_temperature = 1.0
 
     def _checked_precision(self, value: float | Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from laplace_plus.errors import (
     ModelChangedError,
     NotFittedError,
     UnsupportedError,
+    warn,
 )
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -57,6 +58,7 @@ class Predicting(ABC):
     link: str | None
     tangent_mean: Tensor | None
     output_temperature: float
+    is_guess: bool
     _found: Any  # the state of the fit, and a mark of the network then
     _mark: Any
 
@@ -188,6 +190,9 @@ class Predicting(ABC):
             ModelChangedError: The network's weights have changed since the fit.
         """
         self.require_fit()
+        if self.is_guess and "tangent" in self.tuners:  # of classes whose predictions hang on it
+            self.is_guess = False
+            warn(f"The prior precision of this {type(self).__name__} is a guess: call fit_prior_precision(), or set it.")
         if generator is not None:
             checks.generator(generator)
         if x is None:
