@@ -262,3 +262,18 @@ def test_single_objects_say_that_lists_are_taken():
 def test_shadows_of_networks_still_see_the_first_pass():
     network = Network(Strict(), "all", lambda raw: raw)
     assert network.forward(torch.zeros(1, 3)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("told", ["nothing", "given", "set", "tuned", "another class"])
+def test_a_prior_precision_that_is_a_guess_is_said_once(told):
+    cls, given = (lp.SWAG if told == "another class" else lp.KFAC), {"prior_precision": 1.0} if told == "given" else {}
+    posterior = cls(net(), "classification", **given).fit(data())
+    if told == "set":
+        posterior.prior_precision = 1.0
+    if told == "tuned":
+        posterior.fit_prior_precision("marginal_likelihood")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        posterior.predictive(data()[0][0])
+        posterior.predictive(data()[0][0])
+    assert ["is a guess" in str(one.message) for one in found] == [True] * (told == "nothing")

@@ -79,6 +79,11 @@ class ConformalPosterior:
     def __repr__(self) -> str:
         return f"ConformalPosterior({self.posterior!r}, score={self.score!r}, level={self.level})"
 
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of the posterior."""
+        return self.posterior.likelihood
+
     def predictive(self, x: Any, **options: Any) -> Prediction:
         """That of the posterior."""
         return self.posterior.predictive(x, **options)

@@ -192,7 +192,9 @@ class Predicting(ABC):
         self.require_fit()
         if self.is_guess and "tangent" in self.tuners:  # of classes whose predictions hang on it
             self.is_guess = False
-            warn(f"The prior precision of this {type(self).__name__} is a guess: call fit_prior_precision(), or set it.")
+            warn(
+                f"The prior precision of this {type(self).__name__} is a guess: call fit_prior_precision(), or set it."
+            )
         if generator is not None:
             checks.generator(generator)
         if x is None:

@@ -12,7 +12,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.network.batches import Batch
-from laplace_plus.tuning import auto, noise_from_residuals
+from laplace_plus.tuning import auto, new_data, noise_from_residuals
 from laplace_plus.tuning.new_data import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
@@ -61,7 +61,7 @@ def test_where_no_posterior_gains_the_network_predicts(likelihood, monkeypatch, 
         posterior.fit_prior_precision()
     found = posterior.tuning
     assert (found.chosen, found.expected_gain, posterior.link) == ("network", 0.0, "network")
-    total = (found.losses + auto.BETWEEN * found.between_losses) / (1 + auto.BETWEEN)
+    total = (found.losses + new_data.BETWEEN * found.between_losses) / (1 + new_data.BETWEEN)
     assert found.value == pytest.approx(-float(total[-1])) and found.prior_precision == found.evidence.prior_precision
     probabilities = net(x).softmax(-1) if likelihood == "classification" else net(x).sigmoid()
     posterior.save(tmp_path / "saved")

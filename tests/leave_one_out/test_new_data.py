@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 import laplace_plus as lp
-from laplace_plus.tuning import auto, new_data
+from laplace_plus.tuning import new_data
 from laplace_plus.tuning.new_data import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
@@ -180,7 +180,7 @@ def test_losses_of_both_views_are_those_of_predictions(kind):
             float(-(fresh * p.log()).sum() / len(index)), rel=1e-9
         )
     assert len(found.losses) == len(found.scales) + 1 and found.losses[-1] == found.losses[-2]  # probit is asked for
-    total = (found.losses + auto.BETWEEN * found.between_losses) / (1 + auto.BETWEEN)
+    total = (found.losses + new_data.BETWEEN * found.between_losses) / (1 + new_data.BETWEEN)
     place = found.scales.index(posterior.covariance_scale)
     assert found.expected_gain == pytest.approx(float(total[-1] - total[place]), abs=1e-12)
 
@@ -192,12 +192,12 @@ def test_two_views_choose_a_common_scale():
         return torch.ones(6).double().index_fill(0, torch.tensor([place]), 0.0)
 
     def common(at, between):
-        return auto.common_scale([(1.0, losses(at)), (auto.BETWEEN, losses(between))], scales)
+        return new_data.common_scale([(1.0, losses(at)), (new_data.BETWEEN, losses(between))], scales)
 
     assert common(2, 2) == 2 and common(5, 5) == 5
     assert common(4, 0) == 1  # 10⁻⁴ counts once, 1 three times
     assert common(5, 1) == common(4, 1) == 2  # the network counts as the last scale
-    assert auto.common_scale([(1.0, losses(5))], scales) == 5 and auto.common_scale([], scales) == 5
+    assert new_data.common_scale([(1.0, losses(5))], scales) == 5 and new_data.common_scale([], scales) == 5
 
 
 @pytest.mark.slow
