@@ -400,6 +400,7 @@ def take_part(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
         with warnings.catch_warnings(), (folder / f"{rank}.jsonl").open("w", buffering=1) as file:
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", ".*torch.jit.script.*is deprecated")  # by torch itself, of forward mode
+            warnings.filterwarnings("ignore", "The prior precision of this")
             for name in names:
                 try:
                     CHECKS[name](rank, folder)
