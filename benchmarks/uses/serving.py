@@ -121,7 +121,8 @@ def measured(kind: str, rounds: int = 5) -> str:
     posterior.fit(list(zip(problem.train[0].split(100), problem.train[1].split(100), strict=True)))
     module = lp.distill(posterior, problem.train[0][:200], copies=1, steps=200)
     x = problem.test[0][:3]
-    bare, full = exported(problem.model, x, NAMES[:1]), exported(module, x, NAMES)
+    model = getattr(problem.model, "get_base_model", lambda: problem.model)()  # peft's own takes any arguments
+    bare, full = exported(model, x, NAMES[:1]), exported(module, x, NAMES)
     with torch.no_grad():
         for own, wanted in zip(
             full.run(None, {"x": problem.test[0][:50].numpy()}), module(problem.test[0][:50]), strict=True
