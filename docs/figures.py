@@ -8,16 +8,37 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning
 import matplotlib as mpl
+import networkx
+import numpy as np
 import torch
+import transformers
+from botorch.acquisition import qLogExpectedImprovement
+from botorch.optim import optimize_acqf
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
-from sklearn.datasets import load_digits, make_moons
+from sklearn.datasets import load_diabetes, load_digits, make_moons
+from sklearn.model_selection import KFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 
 import laplace_plus as lp
 from laplace_plus.applications import plotting
+from laplace_plus.integrations.botorch import LaplaceSurrogate
+from laplace_plus.integrations.lightning import LaplaceCallback
+from laplace_plus.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+from laplace_plus.integrations.torch_geometric import GraphLoader, GraphNetwork
+from laplace_plus.integrations.transformers import predict_texts
 
 DOCS = Path(__file__).parent
 PICTURES = {  # of notebooks: which of its pictures, and the part of it (left, top, right, bottom)
@@ -40,9 +61,11 @@ PICTURES = {  # of notebooks: which of its pictures, and the part of it (left, t
 }
 
 
-def trained(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], steps: int) -> nn.Module:
+def trained(
+    model: nn.Module, x: Any, y: Tensor, loss: Callable[[Any, Tensor], Tensor], steps: int, **options: float
+) -> Any:
     """The network after some steps of Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), **{"lr": 1e-2, **options})
     for _ in range(steps):
         optimizer.zero_grad()
         loss(model(x), y).backward()
@@ -212,6 +235,17 @@ def tables() -> Figure:
     return figure
 
 
+def reliability(panel: Axes, shares: dict[str, Tensor], labels: Tensor, least: int = 10) -> None:
+    """Accuracy against confidence of a network and its posterior, in tenths that have enough predictions."""
+    for (name, share), color in zip(shares.items(), ("#d55e00", "#0072b2"), strict=True):
+        confidence, right = share.max(1).values, (share.argmax(1) == labels).float()
+        bins = [part for part in ((confidence * 10).long() == k for k in range(3, 11)) if part.sum() >= least]
+        points = [(confidence[part].mean(), right[part].mean()) for part in bins]
+        panel.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+    panel.plot([0.3, 1], [0.3, 1], "--", color="#707070", linewidth=1)
+    panel.set(title="reliability", xlabel="confidence", ylabel="accuracy")
+
+
 def image_classifier() -> Figure:
     """The tutorial's network beside its posterior: reliability, and the error of what is answered."""
     torch.manual_seed(0)
@@ -226,15 +260,12 @@ def image_classifier() -> Figure:
     figure = Figure(figsize=(5.4, 3.1), layout="constrained")
     left, right = figure.subplots(1, 2)
     shares = {"network": model(x[500:]).detach().softmax(1), "posterior": posterior.predictive(x[500:]).mean}
+    reliability(left, shares, y[500:])
     for (name, share), color in zip(shares.items(), ("#d55e00", "#0072b2"), strict=True):
-        confidence, order = share.max(1).values.sort(descending=True)
+        order = share.max(1).values.argsort(descending=True)
         wrong = (share.argmax(1) != y[500:])[order].float()
-        bins = [part for part in ((confidence * 10).long() == k for k in range(3, 11)) if part.sum() > 9]
-        left.plot(*zip(*[(confidence[p].mean(), 1 - wrong[p].mean()) for p in bins], strict=True), "o-", color=color)
         answered = torch.arange(1, len(wrong) + 1)
         right.plot(answered[50:] / len(wrong), (wrong.cumsum(0) / answered)[50:], color=color, label=name)
-    left.plot([0.3, 1], [0.3, 1], "--", color="#707070", linewidth=1)
-    left.set(title="reliability", xlabel="confidence", ylabel="accuracy")
     right.set(title="error of what is answered", xlabel="share answered")
     right.legend()
     return figure
@@ -266,6 +297,195 @@ def study() -> Figure:
     return figure
 
 
+def scikit_learn() -> Figure:
+    """The page's table in five folds, each held out: intervals of its numbers, and reliability of three classes."""
+    features, progression = load_diabetes(return_X_y=True)
+    thirds, y = np.digitize(progression, np.quantile(progression, [1 / 3, 2 / 3])), torch.tensor(progression)
+    mean, low, high = torch.zeros(3, len(y)).double()
+    shares = {name: torch.zeros(len(y), 3).double() for name in ("network", "posterior")}
+    for seen, new in KFold(5, shuffle=True, random_state=0).split(features):
+        regressor = make_pipeline(StandardScaler(), LaplaceRegressor(random_state=0, epochs=20))
+        regressor.fit(features[seen], progression[seen])
+        prediction = regressor[-1].predictive(regressor[:-1].transform(features[new]))
+        mean[new], (low[new], high[new]) = prediction.mean[:, 0], (end[:, 0] for end in prediction.interval(0.9))
+        classifier = make_pipeline(StandardScaler(), LaplaceClassifier(random_state=0)).fit(
+            features[seen], thirds[seen]
+        )
+        prediction = classifier[-1].predictive(classifier[:-1].transform(features[new]))
+        shares["network"][new], shares["posterior"][new] = prediction.functional_mean.softmax(1), prediction.mean
+    figure = Figure(figsize=(5.4, 3.1), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.vlines(mean, low, high, color="#a9d5f2", linewidth=1.5)
+    left.plot(mean, y, "k.", markersize=3)
+    inside = ((y > low) & (y < high)).double().mean()
+    left.set(title=f"90 % intervals: {100 * inside:.0f} % within", xlabel="predicted", ylabel="progression, held out")
+    reliability(right, shares, torch.tensor(thirds), least=25)
+    right.legend()
+    return figure
+
+
+class Regressor(lightning.LightningModule):
+    """A module as of the Lightning page, of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The values."""
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """The loss of a batch."""
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam, as on the page."""
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def lightning_callback() -> Figure:
+    """Error bars that a callback adds to a module of numbers."""
+    torch.manual_seed(0)
+    x = torch.cat([torch.rand(50, 1) - 2.5, 1.5 * torch.rand(50, 1) + 0.5])
+    y, grid = torch.sin(2 * x) + 0.15 * torch.randn(100, 1), torch.linspace(-4, 4, 200)[:, None]
+    module, callback = Regressor(), LaplaceCallback("regression", "Full")
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
+    trainer = lightning.Trainer(max_epochs=150, callbacks=[callback], accelerator="cpu", **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=25, shuffle=True))
+    prediction = callback.posterior.predictive(grid)
+    figure = Figure(figsize=(5.4, 2.7), layout="constrained")
+    panel = figure.subplots()
+    panel.set(ylim=(-2.5, 2.5), xlabel="input", ylabel="target", title="the module, and what the callback adds")
+    panel.fill_between(
+        grid[:, 0], *(end[:, 0] for end in prediction.interval(0.9)), color="#a9d5f2", label="90 % interval"
+    )
+    panel.plot(grid, module(grid).detach(), color="#d55e00", label="module")
+    panel.plot(x, y, "k.", markersize=4)
+    panel.legend(loc="upper center")
+    return figure
+
+
+def hugging_face() -> Figure:
+    """What a small model of texts says of clear words, of one that had both labels, and of unseen ones."""
+    torch.manual_seed(0)
+    words = ["[PAD]", "a", "film", "book", "play", "good", "great", "fine", "superb"]
+    words += ["bad", "dull", "poor", "awful", "long", "odd", "zany", "camp"]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[PAD]"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="[PAD]")
+    texts = [f"a {word} {noun}" for word in words[5:15] for noun in words[2:5]] * 2
+    labels = torch.tensor([0] * 12 + [1] * 12 + [0] * 6 + [0] * 12 + [1] * 12 + [1] * 6)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=len(words), **sizes)).eval()
+    ids, loss = tokenizer(texts, return_tensors="pt")["input_ids"], nn.functional.cross_entropy
+    model = trained(model, ids, labels, lambda found, y: loss(found.logits, y), 100, lr=3e-3)
+    posterior = lp.KFAC(model, "classification", parameters="all").fit([{"input_ids": ids, "labels": labels}])
+    asked = ["a good film", "a superb play", "a dull book", "a long film", "a zany film", "a camp play"]
+    prediction = predict_texts(posterior.fit_prior_precision("marginal_likelihood"), tokenizer, asked)
+    network, mean = prediction.functional_mean.softmax(1)[:, 1], prediction.mean[:, 1]
+    panel = (figure := Figure(figsize=(5.4, 2.7), layout="constrained")).subplots()
+    name = 'posterior, parameters="all"'
+    panel.barh(asked, mean, xerr=prediction.epistemic[:, 1], color="#a9d5f2", capsize=3, label=name)
+    panel.plot(network, asked, "o", color="#d55e00", label="network")
+    panel.set(title="long had both labels; zany and camp none", xlabel="probability that the review is bad")
+    panel.invert_yaxis()
+    panel.legend()
+    return figure
+
+
+def botorch() -> Figure:
+    """A surrogate of four values, and of eight, with the points that it chose."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.sin(7 * x) - x / 2
+
+    torch.manual_seed(0)
+    bounds, grid = torch.tensor([[0.0], [1.0]]).double(), torch.linspace(0, 1, 200)[:, None].double()
+    x, figure = torch.tensor([[0.05], [0.4], [0.6], [0.9]]).double(), Figure(figsize=(5.4, 2.9), layout="constrained")
+    panels = dict(zip((4, 8), figure.subplots(1, 2, sharey=True), strict=True))
+    while len(x) <= 8:
+        model = LaplaceSurrogate(x, f(x))
+        if panel := panels.get(len(x)):
+            found = model.posterior(grid)
+            mean, band = found.mean[:, 0].detach(), 2 * found.variance.sqrt()[:, 0].detach()
+            panel.fill_between(grid[:, 0], mean - band, mean + band, color="#a9d5f2")
+            panel.plot(grid, mean, color="#0072b2", label="surrogate")
+            panel.plot(grid, f(grid), "--", color="#707070", label="f")
+            panel.plot(x[:4], f(x[:4]), "k.", markersize=8, label="given")
+            panel.plot(x[4:], f(x[4:]), "^", color="#d55e00", label="chosen")
+            panel.set(title=f"{len(x)} values", xlabel="x")
+        acquisition = qLogExpectedImprovement(model, best_f=f(x).max())
+        x = torch.cat([x, optimize_acqf(acquisition, bounds, q=1, num_restarts=4, raw_samples=64)[0]])
+    panel.legend(loc="upper right")
+    return figure
+
+
+class GCN(nn.Module):
+    """The graphs page's network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(4, 16), GCNConv(16, 2)
+
+    def forward(self, data: Data) -> Tensor:
+        """The logits of each node."""
+        return self.second(self.first(data.x, data.edge_index).relu(), data.edge_index)
+
+
+def graphs() -> Figure:
+    """A graph of two communities: each node's probability, and its doubt."""
+    torch.manual_seed(0)
+    graph = networkx.planted_partition_graph(2, 30, 0.12, 0.015, seed=0)
+    edges, y = torch.tensor(list(graph.edges)).T, torch.arange(60) // 30
+    x, mask = torch.randn(60, 4) + 0.6 * y[:, None], torch.arange(60) % 3 == 0
+    data = Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y, train_mask=mask)
+    loss = nn.functional.cross_entropy
+    model = trained(GCN(), data, y[mask], lambda found, y: loss(found[mask], y), 100, weight_decay=1e-3)
+    network = GraphNetwork(model)
+    posterior = lp.KFAC(network, "classification").fit(GraphLoader(data, network, mask="train_mask"))
+    prediction = posterior.fit_prior_precision().predictive(network.inputs(data))
+    places, rims = networkx.spring_layout(graph, seed=1, iterations=200), ["black" if k else "#a0a0a0" for k in mask]
+    figure = Figure(figsize=(5.4, 3.0), layout="constrained")
+    doubt = prediction.mutual_information()[0]
+    columns = {"probability of class 1": prediction.mean[0, :, 1], "mutual information": doubt}
+    for k, (panel, (name, values)) in enumerate(zip(figure.subplots(1, 2), columns.items(), strict=True)):
+        style = {"cmap": "Blues" if k else "RdYlBu_r", "vmin": 0, "vmax": None if k else 1, "edgecolors": rims}
+        networkx.draw_networkx_edges(graph, places, ax=panel, edge_color="#c8c8c8", width=0.7)
+        shown = panel.scatter(*zip(*(places[i] for i in range(60)), strict=True), c=values, s=32, zorder=3, **style)
+        panel.set(title=name, xticks=[], yticks=[], xlabel="" if k else "black rim: in training")
+        panel.spines[:].set_visible(False)
+        figure.colorbar(shown, ax=panel, location="bottom", aspect=30)
+    return figure
+
+
+def torchmetrics() -> Figure:
+    """Two scores of a network and of its posterior, by the number of rows that they had; means of ten seeds."""
+    sizes, seeds = (20, 40, 80, 160), range(10)
+    scores = {"accuracy": MulticlassAccuracy(3, average="micro"), "calibration error": MulticlassCalibrationError(3)}
+    found = torch.zeros(2, 2, len(sizes))
+    for size, seed in [(size, seed) for size in range(len(sizes)) for seed in seeds]:
+        torch.manual_seed(seed)
+        x = torch.randn(sizes[size] + 2000, 2)
+        labels = (x[:, 0] + 0.5 * torch.randn(len(x))).mul(1.2).add(1.5).floor().clamp(0, 2).long()
+        given, new = (x[:-2000], labels[:-2000]), x[-2000:]
+        layers = nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 3)
+        model = trained(nn.Sequential(*layers), *given, nn.functional.cross_entropy, 200)
+        posterior = lp.KFAC(model, "classification").fit([given]).fit_prior_precision()
+        for i, share in enumerate((model(new).detach().softmax(1), posterior.predictive(new).mean)):
+            for k, score in enumerate(scores.values()):
+                found[k, i, size] += score(share, labels[-2000:]) / len(seeds)
+    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+    for k, (panel, name) in enumerate(zip(figure.subplots(1, 2), scores, strict=True)):
+        for i, (method, color) in enumerate({"network": "#d55e00", "posterior": "#0072b2"}.items()):
+            panel.plot(sizes, found[k, i], "o-", color=color, markersize=9 - 4 * i, label=method)
+        panel.set(title=name, xscale="log", xlabel="rows in training")
+        panel.set_xticks(sizes, sizes, minor=False)
+        panel.minorticks_off()
+    panel.legend()
+    return figure
+
+
 def in_notebook(name: str) -> Image.Image:
     """The part of a notebook's picture that stands for it."""
     index, (left, top, right, bottom) = PICTURES[name]
@@ -281,8 +501,9 @@ if __name__ == "__main__":
     images = {name: in_notebook(name) for name in PICTURES}
     for name in ("constraints", "lora", "pruning", "tomography"):
         images[name].save(DOCS / "figures" / f"{name}.webp", quality=85)
-    for draw in (segmentation, conformal, abstain, pretrained, tokens, tables, image_classifier, study):
-        name = draw.__name__.replace("_", "-")
+    own = segmentation, conformal, abstain, pretrained, tokens, tables, image_classifier, study
+    for draw in (*own, scikit_learn, lightning_callback, hugging_face, botorch, graphs, torchmetrics):
+        name = draw.__name__.removesuffix("_callback").replace("_", "-")
         with mpl.rc_context(plotting.STYLE):
             draw().savefig(DOCS / "figures" / f"{name}.webp", dpi=150)
         images[name] = Image.open(DOCS / "figures" / f"{name}.webp").convert("RGB")
