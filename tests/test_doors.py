@@ -264,14 +264,19 @@ def test_shadows_of_networks_still_see_the_first_pass():
     assert network.forward(torch.zeros(1, 3)).shape == (1, 3)
 
 
-@pytest.mark.parametrize("told", ["nothing", "given", "set", "tuned", "another class"])
-def test_a_prior_precision_that_is_a_guess_is_said_once(told):
+@pytest.mark.parametrize("told", ["nothing", "given", "set", "tuned", "saved", "tangent", "another class"])
+def test_a_prior_precision_that_is_a_guess_is_said_once(told, tmp_path):
     cls, given = (lp.SWAG if told == "another class" else lp.KFAC), {"prior_precision": 1.0} if told == "given" else {}
     posterior = cls(net(), "classification", **given).fit(data())
     if told == "set":
         posterior.prior_precision = 1.0
-    if told == "tuned":
+    if told in ("tuned", "saved", "tangent"):
         posterior.fit_prior_precision("marginal_likelihood")
+    if told == "saved":
+        posterior.save(tmp_path / "posterior")
+        posterior = lp.load(tmp_path / "posterior", posterior.model)
+    if told == "tangent":
+        posterior = lp.Riemannian(posterior.model, "classification", tangent=posterior, n_samples=2).fit(data())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         posterior.predictive(data()[0][0])

@@ -43,7 +43,7 @@ _DECREMENT_SAMPLES = 16
 """Tangent samples that estimate the decrement; their relative standard error is ``(2/16)^½ = 0.35``."""
 
 _SHARED = "network model likelihood noise_per_output backend "
-_SHARED += "_prior_precision _prior_mean _temperature _prior_groups covariance_scale"
+_SHARED += "_prior_precision is_guess _prior_mean _temperature _prior_groups covariance_scale"
 """What a posterior and its tangent have in common."""
 
 _GROUP, _GROUP_BYTES, _VECTORS = 32, 2**30, 80

@@ -94,7 +94,7 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Any]]) -> Any
 
 
 SCALES = ("link", "covariance_scale", "output_temperature")
-HYPERPARAMETERS = ("_prior_groups", "_prior_precision", *SCALES, "tangent_mean", "earlier")
+HYPERPARAMETERS = ("_prior_groups", "_prior_precision", "is_guess", *SCALES, "tangent_mean", "earlier")
 """Attributes that are set after the constructor; the other hyperparameters are its arguments."""
 
 
@@ -232,6 +232,7 @@ def _of_folder(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     hyperparameters = {
         "_prior_groups": groups and Groups(groups["name"], tuple(groups["names"]), tensors["groups.index"]),
         "_prior_precision": tensors["hyper.prior_precision"],
+        "is_guess": False,
         "link": own.get("link"),
         "covariance_scale": own.get("covariance_scale", 1.0),
         "tangent_mean": tensors.get("tangent_mean"),
