@@ -1,10 +1,10 @@
 """Peak memory of each rank while a network that ``fully_shard`` has sharded is fitted, tuned and predicts; on the CPU.
 
-    python -m benchmarks.sharded.memory --ranks 2 4
+    python -m benchmarks.sharded.memory --ranks 2 4 [--plain]
 
 The bar is ``(network + factors) / ranks + the largest layer``, and 10 %. Memory is the resident set at its largest,
 less what the process had before the network. One process without shards tells the working memory of a pass
-(activations, buffers of matrix products), which is taken off.
+(activations, buffers of matrix products), which is taken off. ``--plain`` runs the network forward and backward alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def bytes_of(tensors: Any) -> float:
     return sum(tensor.nbytes for tensor in tensors) / MIB
 
 
-def used(width: int, layers: int, rank: int, size: int) -> dict[str, float]:
+def used(width: int, layers: int, rank: int, size: int, plain: bool) -> dict[str, float]:
     """The sizes of a network and its factors, and the memory of this process before and at its largest, in MiB."""
     before = resident("VmRSS")
     net = Classifier(width, layers)
@@ -78,6 +78,9 @@ def used(width: int, layers: int, rank: int, size: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the largest is what it is now
     source = torch.Generator().manual_seed(rank)
     x, y = torch.randint(512, (4, LENGTH), generator=source), torch.randint(CLASSES, (4,), generator=source)
+    if plain:
+        nn.functional.cross_entropy(net(x), y).backward()
+        return found | {"peak": resident("VmHWM") - before, "factors": 0.0}
     posterior = lp.KFAC(net, "classification", parameters="lora", factor_rank=10)
     lp.distributed.fit(posterior, [(x, y)])
     with lp.distributed.together(posterior):
@@ -88,13 +91,13 @@ def used(width: int, layers: int, rank: int, size: int) -> dict[str, float]:
     return found
 
 
-def run(rank: int, size: int, folder: str, width: int, layers: int) -> None:
+def run(rank: int, size: int, folder: str, width: int, layers: int, plain: bool) -> None:
     """What one rank does, after the same with a tiny network, which loads what is loaded once."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{size}", rank=rank, world_size=size)
-    used(32, 2, rank, size)
+    used(32, 2, rank, size, plain)
     gc.collect()
-    found = used(width, layers, rank, size)
+    found = used(width, layers, rank, size, plain)
     place = Path(folder) / f"{size}.json"
     if rank == 0:
         place.write_text(json.dumps(found))
@@ -106,12 +109,13 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--plain", action="store_true")
     chosen = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed tensors leave the process
     working = 0.0
     with tempfile.TemporaryDirectory() as parts:
         for n in (1, *chosen.ranks):
-            torch.multiprocessing.spawn(run, (n, parts, chosen.width, chosen.layers), nprocs=n)
+            torch.multiprocessing.spawn(run, (n, parts, chosen.width, chosen.layers, chosen.plain), nprocs=n)
             own = json.loads((Path(parts) / f"{n}.json").read_text())
             bar = (own["network"] + own["factors"]) / n + own["largest layer"] * (n > 1)
             working = working or own["peak"] - bar
