@@ -1,4 +1,4 @@
-"""Adapters without examples or their packages are left out of the doctests; tests collect no garbage of torch."""
+"""Doctests leave out adapters without examples or their packages, and scripts; tests collect no garbage of torch."""
 
 import gc
 from importlib.util import find_spec
@@ -6,6 +6,7 @@ from pathlib import Path
 
 gc.set_threshold(200_000, 50, 50)  # looking for cycles among all objects of torch took a quarter of the tests' time
 
+collect_ignore_glob = ["docs/*.py", "tests/integrations/lightning_parts.py"]
 collect_ignore = [
     f"laplace_plus/integrations/{name}.py"
     for name in ("botorch", "lightning", "sklearn", "torch_geometric", "transformers")

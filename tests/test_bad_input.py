@@ -93,6 +93,8 @@ NOT_NUMBERS = ["a", None, ["a"], {}, object(), 1j, torch.tensor(1j), [[1.0], [1.
 @pytest.mark.parametrize("value", NOT_NUMBERS)
 @pytest.mark.parametrize("argument", ["prior_precision", "prior_mean", "temperature"])
 def test_hyperparameters_are_numbers(argument, value):
+    if argument == "prior_precision" and value is None:  # the default
+        return
     with pytest.raises(ConfigurationError) as error:
         lp.Diagonal(perceptron(), "classification", **{argument: value})
     assert says(error, "a number")
