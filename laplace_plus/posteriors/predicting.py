@@ -191,7 +191,6 @@ class Predicting(ABC):
         """
         self.require_fit()
         if self.is_guess and "tangent" in self.tuners:  # of classes whose predictions hang on it
-            self.is_guess = False
             warn(
                 f"The prior precision of this {type(self).__name__} is a guess: call fit_prior_precision(), or set it."
             )
