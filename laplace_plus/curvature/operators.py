@@ -131,6 +131,17 @@ class _RowOperator(NetworkOperator):
     def _apply_transposed(self, vectors: Tensor) -> Tensor:
         return self._run(self._multiply_transposed, self, self.shape[1], vectors)
 
+    def rows(self, chosen: Tensor) -> Tensor:
+        """The rows of those numbers ``[k]``, which ascend: ``[k, n]``, by a backward pass over its batch for each."""
+        parts = [torch.zeros(0, self.shape[1], dtype=self.dtype, device=self.device)]
+        with exact_arithmetic(self.network), torch.no_grad():
+            for line, _, root, where in self._passed(None):
+                own = chosen[(chosen >= where.start) & (chosen < where.stop)].to(self.device) - where.start
+                for some in self._stream.chunks(len(own)):
+                    unit = nn.functional.one_hot(own[some], root.size).to(parts[0])
+                    parts.append(line.pull(root.up(unit)))
+        return torch.cat(parts)
+
     @override
     def dense(self) -> Tensor:
         """The rows ``[m, n]``: as each belongs to one example, by as many cotangents as an example has rows."""

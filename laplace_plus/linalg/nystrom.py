@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.checks import count
+from laplace_plus.checks import count, shape
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.linalg.estimates import draw_probes, working_type
 from laplace_plus.linalg.krylov import product_length
@@ -81,6 +81,7 @@ def nystrom(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     parameters: Iterable[Tensor] | None = None,
+    start: Tensor | None = None,
 ) -> NystromApproximation:
     """The randomised Nyström approximation of a symmetric positive semi-definite operator.
 
@@ -100,9 +101,10 @@ def nystrom(
         dtype: Type of the vectors.
         device: Device of the vectors.
         parameters: The tensors to differentiate in.
+        start: ``[rank, n]`` vectors whose span takes the place of a random one.
 
     Raises:
-        ConfigurationError: A rank below one.
+        ConfigurationError: A rank below one, or a start of another shape.
         OperatorError: The operator is not square, or not symmetric on the probes.
         NotPositiveDefiniteError: It is not positive semi-definite on the probes.
         NonFiniteError: A product is NaN or infinite.
@@ -117,7 +119,10 @@ def nystrom(
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
     wide = working_type(dtype)
-    drawn = draw_probes("gaussian", min(rank, n), n, generator=generator, dtype=wide, device=device)
+    if start is None:
+        drawn = draw_probes("gaussian", min(rank, n), n, generator=generator, dtype=wide, device=device)
+    else:
+        drawn = shape("start", start, [rank, n]).detach().to(device, wide)
     # Rounded to the operator's type, in which they are multiplied.
     probes = torch.linalg.qr(drawn.mT)[0].mT.to(dtype).to(wide)
     sketch = operator(probes)

@@ -4,6 +4,12 @@ Restarted Lanczos iterations find the pairs from products with the curvature, wh
 hold no matrix. The evidence is that of the whole curvature: the rest of its determinant is estimated by stochastic
 Lanczos quadrature (Ubaru et al., 2017), once for all scalar prior precisions; several precisions take products anew.
 Up to 1000 parameters the curvature is written out, and nothing is estimated.
+
+A Nyström basis takes one pass. Its features are ``J(x) V``, V the gradients of K numbers in the training outputs, with
+which the kernel ``J Jᵀ`` is known at these K (Deng, Zhou and Zhu, "Accelerated Linearized Laplace Approximation for
+Bayesian Deep Learning", 2022: ELLA). ELLA's weights are zero beside V, so that its variances vanish far from the data
+that V is from, and its curvature is ``V H Vᵀ``. Here the weights beside the features keep their prior, and all of
+``H Vᵀ`` is used: ``H ≈ H Vᵀ (V H Vᵀ)⁻¹ V H``, which is at most H. So variances are between those of H and the prior's.
 """
 
 from __future__ import annotations
@@ -11,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from random import Random
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import checks
-from laplace_plus.curvature import Curvature, LowRankStructure, curvature_operator
+from laplace_plus.curvature import Curvature, JacobianOperator, LowRankStructure, curvature_operator
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -47,9 +54,15 @@ class LowRank(GaussianPosterior):
     With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian. Its negative eigenvalues are left
     out, and there is no correction for the rest.
 
+    With ``basis="nystrom"`` the posterior is that of the tangent kernel's Gaussian process from K = ``rank`` of its
+    features and all data: that of :class:`Full` once K gradients span all others, and else of larger variance. Fitting
+    takes ``rank`` products in one pass, and ``remainder_probes``. Above 1000 parameters the evidence neglects how the
+    pairs correlate with the rest.
+
     Args:
         model, likelihood: As for :class:`Posterior`.
-        rank: Largest number of eigenpairs that are kept.
+        rank: Largest number of eigenpairs that are kept; K, the number of gradients of a Nyström basis.
+        basis: ``"eigenvectors"``, or ``"nystrom"`` for gradients of the network's outputs at random training data.
         tolerance: An eigenpair counts once ``‖H u − λ u‖ ≤ tolerance · λ_max``.
         remainder_probes: Number of random vectors that tell the evidence what the pairs leave out, with twenty products
             of each at the fit, and at each evaluation under several precisions, for which the training data are needed.
@@ -74,6 +87,7 @@ class LowRank(GaussianPosterior):
         likelihood: Any,
         *,
         rank: int = 50,
+        basis: Literal["eigenvectors", "nystrom"] = "eigenvectors",
         tolerance: float = 1e-4,
         remainder_probes: int = 32,
         **common: Any,
@@ -81,7 +95,11 @@ class LowRank(GaussianPosterior):
         self.rank = checks.count("rank", rank)
         self.remainder_probes = checks.count("remainder_probes", remainder_probes, 0)
         self.tolerance = float(checks.number("tolerance", tolerance, above=0.0, most=0.999))
+        self.basis = checks.choice("basis", basis, ("eigenvectors", "nystrom"))
         super().__init__(model, likelihood, **common)
+        if self.basis == "nystrom" and self.backend.kind == "hessian":
+            what, fix = "A Nyström basis needs a curvature that is not negative.", 'Use basis="eigenvectors".'
+            raise UnsupportedError(what, expected='kind="ggn"', got='kind="hessian"', fix=fix)
 
     @full_precision
     def remainder(self) -> Estimate:
@@ -119,18 +137,29 @@ class LowRank(GaussianPosterior):
         state, seen = super().sums(data, earlier, reduce=reduce, accumulate=_outputs_alone, **options)
         own = curvature_operator(self.backend, self.network, self.likelihood, data, **options) if seen else None
         with torch.no_grad():
+            start = self._gradients(data, **options) if self.basis == "nystrom" and seen else None
             if reduce is None:
                 assert own is not None
-                block = self._block(own, generator)
+                block = self._block(own, start, generator)
             else:  # all ranks look for the eigenpairs of the sum, and take those of the first
+                start = None if self.basis != "nystrom" else reduce(start, lambda mine, theirs: mine)
                 seed = reduce(draw_seed(generator), lambda mine, theirs: mine)
-                summed = _OverRanks(own, reduce, state.mean)
-                block = reduce(self._block(summed, torch.Generator().manual_seed(seed)), lambda mine, theirs: mine)
+                summed, source = _OverRanks(own, reduce, state.mean), torch.Generator().manual_seed(seed)
+                block = reduce(self._block(summed, start, source), lambda mine, theirs: mine)
         return replace(state, curvature=Curvature([(whole_layout(self.network), block)])), seen
 
-    def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
+    def _block(self, operator: Operator, start: Tensor | None, generator: torch.Generator | None) -> LowRankBlock:
+        if start is not None:
+            return LowRankBlock.spanned(operator, start, self.remainder_probes, generator=generator)
         probes = 0 if self.backend.kind == "hessian" else self.remainder_probes  # whose rest is indefinite
         return LowRankBlock.of(operator, self.rank, probes, tolerance=self.tolerance, generator=generator)
+
+    def _gradients(self, data: Iterable[Any], generator: torch.Generator | None, progress: bool) -> Tensor:
+        """Gradients ``[K, P]`` of numbers in the outputs at random training data, or of all if there are fewer."""
+        jacobian = JacobianOperator(self.network, data, progress=progress)
+        numbers = range(jacobian.shape[0])
+        chosen = Random(draw_seed(generator)).sample(numbers, min(self.rank, len(numbers)))
+        return jacobian.rows(torch.tensor(sorted(chosen)))
 
     @override
     def _evidence_curvature(self, state: GaussianState) -> Curvature:

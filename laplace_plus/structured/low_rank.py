@@ -28,7 +28,7 @@ from typing_extensions import override
 from laplace_plus.checks import PRODUCTS
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.kernels import inner_products, symmetric_eigen
-from laplace_plus.linalg import LanczosDecomposition, Operator, eigsh, lanczos
+from laplace_plus.linalg import LanczosDecomposition, Operator, eigsh, lanczos, nystrom
 from laplace_plus.linalg.estimates import draw_probes, standard_error
 from laplace_plus.linalg.linear_maps import attach_one
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
@@ -66,10 +66,15 @@ class SampledSpectrum:
         return cls(none, none)
 
     @classmethod
-    def exact(cls, values: Tensor) -> SampledSpectrum:
-        """All eigenvalues ``[k]``, as two vectors that agree: standard errors are zero."""
-        nodes = values.double().expand(2, 2, -1)
-        return cls(nodes.clone(), torch.ones_like(nodes))
+    def exact(cls, values: Tensor, without: Tensor | None = None) -> SampledSpectrum:
+        """All eigenvalues ``[k]``, as two vectors that agree: standard errors are zero.
+
+        ``without`` are eigenvalues ``[j]`` of another matrix, whose traces are subtracted.
+        """
+        nodes = torch.cat([values, values[:0] if without is None else without]).double()
+        weights = torch.ones_like(nodes)
+        weights[len(values) :] = -1
+        return cls(nodes.repeat(2, 2, 1), weights.repeat(2, 2, 1))
 
     @classmethod
     def of(cls, found: Sequence[LanczosDecomposition], *, floor: float = 0.0) -> SampledSpectrum:
@@ -301,10 +306,38 @@ class LowRankBlock(Block):
             return found
         if whole:
             return replace(found, rest=SampledSpectrum.exact(positive[rank:]))
-        drawn = draw_probes("signs", probes, total, generator=generator, dtype=operator.dtype, device=operator.device)
         floor = rounding * float(values.amax()) if len(values) else 0.0
-        spaces = found._krylov(lambda z: found._beside(operator(found._beside(z))), found._beside(drawn))
-        return replace(found, rest=SampledSpectrum.of(spaces, floor=floor))
+        return found._with_rest(operator, probes, floor, generator)
+
+    @classmethod
+    def spanned(
+        cls, operator: Operator, start: Tensor, probes: int, *, generator: torch.Generator | None = None
+    ) -> LowRankBlock:
+        """The Nyström approximation ``H Vᵀ (V H Vᵀ)⁻¹ V H`` by products with V, ``start [r, n]``; probes as :meth:`of`.
+
+        It is at most H, and is H where V spans its range. The rest is the part of H beside it; up to :data:`WHOLE`
+        determinants are those of H.
+        """
+        n = operator.shape[0]
+        pairs = nystrom(operator, n, len(start), start=start)
+        floor = 10 * torch.finfo(pairs.values.dtype).eps * float(pairs.values.amax())
+        kept = pairs.values > floor
+        found = cls(pairs.values[kept].double(), pairs.vectors[kept], SampledSpectrum.unknown(pairs.values.device))
+        if probes == 0:
+            return found
+        if n > WHOLE:
+            return found._with_rest(operator, probes, floor, generator)
+        values = symmetric_eigen(operator(torch.eye(n).to(found.vectors)).double())[0]
+        return replace(found, rest=SampledSpectrum.exact(values[values > floor], found.values))
+
+    def _with_rest(
+        self, operator: Operator, probes: int, floor: float, generator: torch.Generator | None
+    ) -> LowRankBlock:
+        """The block with what random vectors tell of the part of H beside U."""
+        options: Any = {"dtype": operator.dtype, "device": operator.device, "generator": generator}
+        drawn = draw_probes("signs", probes, operator.shape[0], **options)
+        spaces = self._krylov(lambda z: self._beside(operator(self._beside(z))), self._beside(drawn))
+        return replace(self, rest=SampledSpectrum.of(spaces, floor=floor))
 
     def _beside(self, vectors: Tensor) -> Tensor:
         """The part of vectors ``[k, n]`` that is orthogonal to U."""

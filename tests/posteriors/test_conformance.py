@@ -53,6 +53,16 @@ class TestLowRank(FittedOnce, GaussianConformance):
 
 
 @pytest.mark.slow
+class TestNystrom(FittedOnce, GaussianConformance):
+    """With gradients that span all others."""
+
+    one_pass = False
+
+    def make(self, model, likelihood, **options):
+        return lp.LowRank(model, likelihood, rank=1000, basis="nystrom", **options)
+
+
+@pytest.mark.slow
 class TestLowRankHessian(FittedOnce, GaussianConformance):
     one_pass = False
 
