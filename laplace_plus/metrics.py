@@ -30,7 +30,7 @@ from torch.special import entr
 
 from laplace_plus import checks
 from laplace_plus.errors import EmptyDataError, LabelError, NonFiniteError, UnsupportedError
-from laplace_plus.likelihoods.base import spread, widen
+from laplace_plus.likelihoods.base import each, spread, widen
 
 
 def uncertainty(prediction: Any) -> Tensor:
@@ -396,7 +396,7 @@ def _rows(given: Any, targets: Any, weight: Any, *parts: str) -> tuple[list[Tens
     targets, weight = _tensor(targets), _tensor(weight)
     if not _is_prediction(given):
         return [_tensor(given)], targets, weight
-    likelihood = given.likelihood
+    likelihood, targets = given.likelihood, each(lambda own: own.to(given.functional_mean.device), targets)
     _, targets, share = likelihood.rows(given.functional_mean, targets)
     columns = [getattr(given, part).flatten(0, -2) for part in parts] or [likelihood.class_probabilities(given.mean)]
     if not parts:

@@ -10,6 +10,7 @@ the posterior is made, and pytest runs the rest::
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
@@ -82,10 +83,14 @@ class PosteriorConformance(ABC):
     Attributes:
         rows: Number of data.
         one_pass: Whether fitting passes over the data once; otherwise iterators must be refused.
+        device: Where the networks are.
+        data_device: Where their data are; predictions are where the network is.
     """
 
     rows: int = 24
     one_pass: bool = True
+    device: str = "cpu"
+    data_device: str = "cpu"
 
     @abstractmethod
     def make(self, model: nn.Module, likelihood: Any, **options: Any) -> Posterior:
@@ -97,21 +102,24 @@ class PosteriorConformance(ABC):
         """A small network in float64, with dropout and batch normalisation, left in training mode."""
         torch.manual_seed(0)
         layers = [nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, outputs)]
-        return nn.Sequential(*layers).double().train()
+        return nn.Sequential(*layers).double().train().to(self.device)
 
     def classification(self) -> tuple[nn.Module, Batches]:
         """A network with three classes and its data in ragged batches."""
         generator = _generator(1)
         x = torch.randn(self.rows, 3, generator=generator, dtype=torch.float64)
-        y = torch.randint(0, 3, (self.rows,), generator=generator)
-        return self.network(3), list(zip(x.split(7), y.split(7), strict=True))
+        return self.network(3), self.batches(x, torch.randint(0, 3, (self.rows,), generator=generator))
 
     def regression(self) -> tuple[nn.Module, Batches]:
         """A network with two outputs and its data in ragged batches."""
         generator = _generator(2)
         x = torch.randn(self.rows, 3, generator=generator, dtype=torch.float64)
         y = x[:, :2].sin() + 0.1 * torch.randn(self.rows, 2, generator=generator, dtype=torch.float64)
-        return self.network(2), list(zip(x.split(7), y.split(7), strict=True))
+        return self.network(2), self.batches(x, y)
+
+    def batches(self, x: Tensor, y: Tensor) -> Batches:
+        """Ragged ones, where the data are."""
+        return list(zip(x.to(self.data_device).split(7), y.to(self.data_device).split(7), strict=True))
 
     def fitted(self) -> tuple[Any, nn.Module, Batches]:
         """The posterior fitted to the classification problem."""
@@ -195,7 +203,7 @@ class PosteriorConformance(ABC):
         prediction = posterior.predictive(data[0][0], generator=_generator())
         probabilities = prediction.mean
         assert probabilities.shape == (7, 3)
-        assert_close(probabilities.sum(-1), torch.ones(7, dtype=probabilities.dtype))
+        assert_close(probabilities.sum(-1), torch.ones(7).to(probabilities))
         assert (prediction.entropy() >= 0).all()
         assert (prediction.mutual_information() >= -1e-9).all()
         assert prediction.log_prob(data[0][1]).shape == (7,)
@@ -221,6 +229,8 @@ class PosteriorConformance(ABC):
             theirs = loaded.predictive(data[0][0], generator=_generator())
             assert_close(ours.mean, theirs.mean, rtol=1e-12, atol=0)  # other strides may round otherwise
             assert torch.equal(posterior.sample(2, generator=_generator()), loaded.sample(2, generator=_generator()))
+            here = load(path, copy.deepcopy(model).cpu()).predictive(data[0][0], generator=_generator())
+            assert_close(here.mean, ours.mean.cpu(), rtol=1e-7, atol=1e-10)
             other = self.network(3)
             with torch.no_grad():
                 next(other.parameters()).mul_(1.5)
@@ -238,14 +248,15 @@ class GaussianConformance(PosteriorConformance):
     def test_covariance_inverts_precision(self) -> None:
         posterior, _, _ = self.fitted()
         product = posterior.precision_matrix() @ posterior.covariance_matrix()
-        assert_close(product, torch.eye(len(product), dtype=product.dtype), rtol=0, atol=1e-9)
+        assert_close(product, torch.eye(len(product)).to(product), rtol=0, atol=1e-9)
         assert_close(posterior.variance(), posterior.covariance_matrix().diagonal())
 
     def test_evidence_is_that_of_the_dense_precision(self) -> None:
         posterior, model, data = self.fitted()
         model.eval()
         with torch.no_grad():
-            fit = sum(-nn.functional.cross_entropy(model(x), y, reduction="sum") for x, y in data)
+            here = [(x.to(self.device), y.to(self.device)) for x, y in data]
+            fit = sum(-nn.functional.cross_entropy(model(x), y, reduction="sum") for x, y in here)
         mean, prior = posterior.mean, posterior.prior().vector().to(posterior.mean)
         expected = fit - (prior * mean.square()).sum() / 2
         expected = expected - posterior.precision_matrix().logdet() / 2 + prior.log().sum() / 2
@@ -265,7 +276,7 @@ class GaussianConformance(PosteriorConformance):
 
     def assert_linearised(self, posterior: Any, x: Tensor) -> None:
         """Assert that functional posteriors are those of the network's linearisation, written out."""
-        vector = posterior.network.vector()
+        vector, x = posterior.network.vector(), x.to(self.device)
         jacobian = torch.func.jacrev(lambda v: posterior.network(x, posterior.network.substitute(v)))(vector)
         covariance = posterior.covariance_matrix()
         expected = torch.einsum("ncp,pq,mdq->ncmd", jacobian, covariance, jacobian)

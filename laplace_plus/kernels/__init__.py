@@ -8,21 +8,19 @@
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`symmetric_eigen` | LAPACK, or torch's solvers | – |
 
-Device, type and size decide which one runs; :func:`use` overrides this, see :mod:`laplace_plus.kernels.selection`. None
-of the functions builds an autograd graph.
+A stated rule decides which one runs; :func:`use` overrides it, see :mod:`laplace_plus.kernels.selection`. None of the
+functions builds an autograd graph.
 """
 
 from laplace_plus.kernels.convolution import convolution_factor
 from laplace_plus.kernels.eigen import require_finite, symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import inner, inner_products, orthogonalize, vector_norm
-from laplace_plus.kernels.selection import choices, forget, use
+from laplace_plus.kernels.selection import use
 from laplace_plus.kernels.symmetric_update import all_finite, symmetric_update, symmetrize_
 
 __all__ = [
     "all_finite",
-    "choices",
     "convolution_factor",
-    "forget",
     "inner",
     "orthogonalize",
     "inner_products",

@@ -11,9 +11,10 @@ position. Two methods do with less:
 * *patches*, unfolded in chunks of bounded size, each added by a
   :func:`~laplace_plus.kernels.symmetric_update.symmetric_update` of one triangle.
 
-On CUDA the faster one is measured. The CPU takes lags where counted operations say that they are faster than patches.
-On one core of an EPYC (Zen 4), in float32, they take 1.8 to 4.0 times less time at 3 × 3 layers of ResNets with 16 to
-128 channels. With 512 channels of 4 × 4 pixels, and with stride 2, patches are faster.
+A card takes patches, in a few large products: lags are about two hundred small ones for each layer. The CPU takes lags
+where counted operations say that they are faster. On one core of an EPYC (Zen 4), in float32, they take 1.8 to 4.0
+times less time at 3 × 3 layers of ResNets with 16 to 128 channels. With 512 channels of 4 × 4 pixels, and with stride
+2, patches are faster.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
 Extent = int | Sequence[int]
@@ -120,12 +120,7 @@ def convolution_factor(
     if len(axes) == 1:
         image, axes = image.unsqueeze(2), (Axis(1, 1, 1, 1, (0, 0)), *axes)
     lags = can_take_lags and (method or ("lags" if _prefers_lags(image, axes, groups) else "patches")) == "lags"
-    candidates = {REFERENCE: partial(_add_lags if lags else _add_patches, image, axes, bias)}
-    if method is None and can_take_lags:
-        candidates["other way"] = partial(_add_patches if lags else _add_lags, image, axes, bias)
-    work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
-    key = (image.device, image.dtype, target.dtype, bias, groups, lags, *axes, image.shape[1], *size_class(len(image)))
-    candidates[choose(("convolution_factor", *key), image.device, work, candidates, target)](target.detach())
+    (_add_lags if lags else _add_patches)(image, axes, bias, target.detach())
     return symmetrize_(target) if total is None else target
 
 
@@ -139,7 +134,7 @@ def _axes(inputs: Tensor, kernel_size: Extent, stride: Extent, padding: Padding,
 
 
 def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
-    """Whether counted operations favour lags; see the measurements above.
+    """Whether counted operations favour lags, on the CPU; see the measurements above.
 
     Their products are smaller (75 against 95 GFLOP/s), and their blocks are scattered over the factor (4 ns for each
     entry). With less than 16 channels in a group, the products are too small.
@@ -152,7 +147,7 @@ def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
         size *= axis.kernel
     triangle = float(len(inputs)) * math.prod(axis.positions for axis in axes) * size**2
     operations = (n_lags + 1) * pixels * channels**2  # by symmetry, half of the lags
-    return channels >= 16 and operations + 280.0 * size**2 < 0.8 * triangle
+    return inputs.device.type == "cpu" and channels >= 16 and operations + 280.0 * size**2 < 0.8 * triangle
 
 
 def _add_lags(inputs: Tensor, axes: tuple[Axis, ...], bias: bool, total: Tensor) -> None:

@@ -1,10 +1,9 @@
-"""Symmetric eigendecompositions of factors: batched for equal sizes, and by the fastest solver on a GPU.
+"""Symmetric eigendecompositions of factors: batched for equal sizes, on the card or by LAPACK.
 
-On CUDA, the time of ``torch.linalg.eigh`` varies by a factor of a hundred with the size, the batch and the solver's
-version (pytorch#174674, pytorch#175585). Therefore the batched call, one call for each matrix and LAPACK on the CPU are
-timed once for each size. The CPU uses LAPACK, on one thread SciPy's and otherwise torch's. On one core of an EPYC
-(Zen 4), SciPy's divide and conquer takes 1.4 times less time than torch's at n = 1025, and slower QR iterations take
-over where it does not converge.
+On CUDA, ``torch.linalg.eigh`` takes about 1 ms for each matrix of a batch, however small (torch 2.11: pytorch#183806,
+pytorch#174674), as LAPACK does at n = 100: up to 64 rows, matrices are decomposed on the CPU. The CPU uses LAPACK, on
+one thread SciPy's and otherwise torch's. On one core of an EPYC (Zen 4), SciPy's divide and conquer takes 1.4 times
+less time than torch's at n = 1025, and slower QR iterations take over where it does not converge.
 
 Sums of outer products are often rank-deficient, with rows of exact zeros (padding, dead units). Their small eigenvalues
 are rounding errors of the largest one, so all is computed in float64. Rows and columns that are exactly zero are
@@ -13,22 +12,21 @@ removed first, because their unit vectors are eigenvectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import numpy as np
 import scipy
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import NonFiniteError
-from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import all_finite, is_serial
 
 Eigen = tuple[Tensor, Tensor]
 
 _SCIPY_FROM = 64
 """Size from which SciPy's solver repays its overhead for each call."""
+
+_CPU_UP_TO = 64
+"""Size up to which matrices on a card are decomposed by LAPACK."""
 
 
 def symmetric_eigen(matrix: Tensor, driver: str = "evd") -> Eigen:
@@ -81,19 +79,10 @@ def require_finite(matrix: Tensor) -> None:
 
 def _decompose(matrices: Tensor, driver: str) -> Eigen:
     """Decompose finite ``[B, n, n]`` of float64, which may be overwritten."""
-    batch, n, _ = matrices.shape
-    if not matrices.is_cuda:
+    n = matrices.shape[-1]
+    if matrices.device.type == "cpu":
         return _by_scipy(matrices, driver) if n >= _SCIPY_FROM and is_serial() else _by_torch(matrices)
-    candidates: dict[str, Callable[[], Eigen]] = {
-        REFERENCE: lambda: _by_torch(matrices),
-        "torch, one by one": lambda: cast(
-            Eigen, tuple(map(torch.stack, zip(*map(torch.linalg.eigh, matrices), strict=True)))
-        ),
-        "LAPACK on the CPU": lambda: _by_torch(matrices.cpu()),
-    }
-    key = ("symmetric_eigen", matrices.device, n, *size_class(batch))
-    # A thousand times the operations: rotations are sequential, and a bad choice costs milliseconds at any size.
-    values, vectors = candidates[choose(key, matrices.device, 1e3 * batch * n**3, candidates)]()
+    values, vectors = _by_torch(matrices.cpu() if n <= _CPU_UP_TO else matrices)
     return values.to(matrices.device), vectors.to(matrices.device)
 
 

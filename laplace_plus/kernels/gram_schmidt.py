@@ -17,12 +17,11 @@ No number is read back from the device, so a CUDA graph can capture a whole Lanc
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
+from laplace_plus.kernels.selection import triton_kernels
 
 _SEGMENT = 1 << 16
 """Products in one float32 sum: an error of 10⁻⁶, at a negligible number of calls."""
@@ -70,7 +69,7 @@ def orthogonalize(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """Subtract from a vector its projection on the rows of a basis, by classical Gram–Schmidt, twice.
 
     ``h = Q w; w ← w − Qᵀ h``, and once more: ``h' = Q w; w ← w − Qᵀ h'; h ← h + h'``. In torch, or by the Triton kernel
-    where all tensors have contiguous rows.
+    where :mod:`~laplace_plus.kernels.selection` says so and all tensors have contiguous rows.
 
     Args:
         basis: Q, orthonormal rows ``[K, n]``, or ``[m, K, n]`` for m probes; best with contiguous rows.
@@ -87,14 +86,9 @@ def orthogonalize(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         output, coefficients = orthogonalize(basis[None], vector[None])
         return output[0], coefficients[0]
     basis, vector = basis.detach(), vector.detach()
-    candidates = {REFERENCE: partial(reference_orthogonalize, basis, vector)}
     usable = all(x.numel() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in (basis, vector))
     kernels = triton_kernels("gram_schmidt", basis.device) if usable else None
-    if kernels is not None:
-        candidates["triton"] = partial(kernels.orthogonalize, basis, vector)
-    key = ("orthogonalize", basis.device, basis.dtype, *size_class(*basis.shape))
-    work = 40.0 * basis.numel() * basis.element_size()
-    return candidates[choose(key, basis.device, work, candidates)]()
+    return (kernels.orthogonalize if kernels else reference_orthogonalize)(basis, vector)
 
 
 def reference_orthogonalize(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:

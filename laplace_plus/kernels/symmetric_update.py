@@ -3,7 +3,8 @@
 Only the lower triangle of C is needed, which is half of a general product's operations; :func:`symmetrize_` fills the
 upper one once, after the last batch.
 
-* CUDA: a Triton kernel with the rows split among the multiprocessors, or cuBLAS, whichever is measured to be faster.
+* CUDA: cuBLAS, or a Triton kernel with the rows split among the multiprocessors, by the rule of
+  :mod:`laplace_plus.kernels.selection`.
 * CPU: ``syrk`` of SciPy's BLAS, in place, if torch and BLAS both run on one thread and C has at least 128 columns. In
   float32 on one core it takes 1.6 (d = 257), 2.7 (785), 1.9 (1152) and 2.1 times (2304) less time than torch's product;
   below 128 columns nothing. Otherwise torch's product: SciPy's BLAS does not share torch's number of threads.
@@ -12,14 +13,12 @@ upper one once, after the last batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 
 import scipy
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, size_class, triton_kernels
+from laplace_plus.kernels.selection import INTERPRETED, triton_kernels
 
 _SYRK_FROM = 128
 """Columns from which syrk is faster than torch's product on one thread; see the measurements above."""
@@ -33,7 +32,7 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
 
     Products are summed in the total's type. The upper triangle is undefined until :func:`symmetrize_`. NaNs and
     infinities in the rows reach the total. CUDA multiplies float32 as ``torch.get_float32_matmul_precision()`` says;
-    there, the last bits depend on the implementation chosen, see :mod:`laplace_plus.kernels.selection`.
+    there, the last bits depend on the implementation, see :mod:`laplace_plus.kernels.selection`.
 
     Args:
         total: The sum so far, float32 or float64, ``[d, d]``, or ``[G, d, d]`` for G groups.
@@ -103,16 +102,14 @@ def _reference(total: Tensor, rows: Tensor) -> None:
 
 
 def _on_device(total: Tensor, rows: Tensor) -> None:
-    """The faster one of Triton's and torch's updates of ``[G, d, d]`` by ``[G, N, d]``."""
-    candidates: dict[str, Callable[[Tensor], object]] = {REFERENCE: partial(_reference, rows=rows)}
+    """Triton's or torch's update of ``[G, d, d]`` by ``[G, N, d]``."""
     supported = total.dtype == torch.float32 and rows.dtype != torch.float64 and total.stride(2) == 1
     kernels = triton_kernels("symmetric_update", total.device) if supported else None
+    if kernels is None:
+        _reference(total, rows)
+        return
     precision = "tf32"  # Triton's name for the precision in which torch multiplies float32
     if torch.get_float32_matmul_precision() == "highest":
         precision = "ieee" if INTERPRETED else "tf32x3"
-    if kernels is not None:
-        for tiling in kernels.tilings(rows.dtype, total.shape[-1]):
-            candidates[f"triton {tiling}"] = partial(kernels.update, rows=rows, precision=precision, tiling=tiling)
-    groups, n_rows, width = rows.shape
-    key: Key = ("symmetric_update", total.device, rows.dtype, precision, *size_class(groups, n_rows, width))
-    candidates[choose(key, total.device, 2.0 * groups * n_rows * width**2, candidates, total)](total)
+    tiling = kernels.tilings(rows.dtype, total.shape[-1])[0]
+    kernels.update(total, rows, precision=precision, tiling=tiling)

@@ -292,6 +292,7 @@ class Prediction:
         """
         if not self.joint:
             self.likelihood.require_own_rows("Without joint=True, a log-probability is of single rows.")
+        y = each(lambda own: own.to(self.functional_mean.device), y)
         self.likelihood.validate(self.functional_mean, y)
         outputs, targets, weight = self.likelihood.rows(self.functional_mean, y)
         lead = self.functional_mean.shape[:-1]

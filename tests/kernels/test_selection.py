@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from unittest import mock
 
@@ -15,7 +16,6 @@ from laplace_plus.kernels import selection
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    selection.forget()
     monkeypatch.delenv("LAPLACE_PLUS_KERNELS", raising=False)
 
 
@@ -35,57 +35,19 @@ def test_modes_nest_and_override_the_environment(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ({"torch": 1.0, "triton a": 0.5, "triton b": 0.4}, "triton b"),
-        ({"torch": 1.0, "triton a": 1.1}, "torch"),
-        ({"torch": 1.0, "triton a": 0.99}, "torch"),  # within the noise
-        ({"torch": 1.0, "triton a": float("inf")}, "torch"),
-    ],
-)
-def test_the_fastest_is_chosen_and_never_one_slower_than_torch(
-    seconds: dict[str, float], chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed = []
-    monkeypatch.setattr(selection, "time_candidate", lambda name, _call: (timed.append(name), seconds[name])[1])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _device: torch.no_grad())
-    candidates = {name: lambda: None for name in seconds}
-    device = torch.device("cuda")
-    for _ in range(2):  # measured once
-        assert selection.choose(("op", 1), device, 1e12, candidates) == chosen
-    assert timed == list(seconds)
-    assert selection.choices()["op", 1].seconds == seconds
-    assert selection.choose(("op", 2), device, 1e3, candidates) == "torch"  # too small to measure
-    assert selection.choose(("op", 3), torch.device("cpu"), 1e12, candidates) == "torch"
+def test_triton_runs_only_where_a_rule_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(importlib, "import_module", lambda name: name)
+    card = torch.device("cuda")
+    assert selection.triton_kernels("gram_schmidt", card) is None  # no kernel has been timed on a card
     with selection.use("reference"):
-        assert selection.choose(("op", 4), device, 1e12, candidates) == "torch"
+        assert selection.triton_kernels("gram_schmidt", card) is None
     with selection.use("triton"):
-        assert selection.choose(("op", 5), device, 1e12, candidates) == "triton a"
-        assert selection.choose(("op", 6), device, 1e12, {"torch": print, "loop": print}) == "torch"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert selection.choose(("op", 7), device, 1e12, candidates) == "torch"
-    assert len(timed) == len(seconds)
-    selection.forget()
-    assert not selection.choices()
-
-
-def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def fails() -> None:
-        raise RuntimeError("out of registers")
-
-    with pytest.warns(RuntimeWarning, match="out of registers"):
-        assert selection.time_candidate("triton", fails) == float("inf")
-    with pytest.raises(RuntimeError):
-        selection.time_candidate("torch", fails)
-
-    def too_large() -> None:
-        raise torch.OutOfMemoryError
-
-    assert selection.time_candidate("torch", too_large) == float("inf")
+        assert selection.triton_kernels("gram_schmidt", torch.device("cpu")) is None
+        if importlib.util.find_spec("triton"):
+            assert selection.triton_kernels("gram_schmidt", card) == "laplace_plus.kernels._triton.gram_schmidt"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+        assert selection.triton_kernels("gram_schmidt", card) is None
 
 
 def test_kernels_run_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import kernels
-from laplace_plus.kernels import gram_schmidt, selection
+from laplace_plus.kernels import gram_schmidt
 from laplace_plus.kernels._triton import gram_schmidt as triton_gram_schmidt
 from laplace_plus.kernels._triton import symmetric_update as triton_update
 from laplace_plus.kernels._triton.symmetric_update import Tiling
@@ -128,18 +128,6 @@ def test_gram_schmidt(probes: int, rows: int, n: int, dtype: torch.dtype) -> Non
     with kernels.use("triton"):
         part = kernels.orthogonalize(basis[:, : (rows + 1) // 2], vector)[0]
     assert (basis[:, : (rows + 1) // 2] @ part[..., None]).abs().max() <= tolerance * scale
-
-
-@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
-def test_choice_is_measured_and_kept() -> None:
-    selection.forget()
-    rows, total = random(4096, 1024), torch.zeros(1024, 1024, device=DEVICE)
-    kernels.symmetric_update(total, rows)
-    (choice,) = kernels.choices().values()
-    assert choice.seconds[choice.chosen] <= choice.seconds["torch"]
-    kernels.symmetric_update(total, rows)
-    assert len(kernels.choices()) == 1
-    close(kernels.symmetrize_(total), 2 * rows.double().T @ rows.double(), 1e-5)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")

@@ -122,7 +122,7 @@ def symmetric_product(
 
 
 def tilings(dtype: torch.dtype, size: int) -> list[Tiling]:
-    """The configurations worth measuring for a type of rows and a number of columns."""
+    """The configurations worth measuring for a type of rows and a number of columns; the first is used."""
     if size <= 64:
         side = power_of_two(size, 16)
         return [Tiling(64, 32, 4, 3) if side == 64 else Tiling(side, 64, 2, 3)]
