@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -16,6 +17,22 @@ collect_ignore = [f"distributed/{name}.py" for name in ("worker", "sharded", "tr
 
 if WORKER:
     torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "where the conformance suite, the right values and tests/test_devices.py have "
+    parser.addoption("--device", default="cpu", help=f"{what} their networks: cpu, cuda, or a pretended card")
+    parser.addoption("--data-device", default="cpu", help=f"{what} their data")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    places = config.getoption("--device"), config.getoption("--data-device")
+    if places != ("cpu", "cpu"):
+        from laplace_plus.testing import PosteriorConformance  # noqa: PLC0415
+
+        if "card" in places:
+            importlib.import_module("pretend_card")
+        PosteriorConformance.device, PosteriorConformance.data_device = places
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def ask(posterior: Any, *names: str) -> dict[str, Tensor]:
     """What a posterior says under these names: of estimates their values, of a bound with its terms the bound."""
     found = {name: ASKED[name](posterior) for name in names}
     found = {name: getattr(value, "value", getattr(value, "elbo", value)) for name, value in found.items()}
-    return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in found.items()}
+    return {name: torch.as_tensor(value).double() for name, value in found.items()}
 
 
 # -- what posteriors say -----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def values(case: str, seed: int = 0) -> dict[str, Tensor]:
     """All values of a case by kind and name, flat; long ones as every n-th entry, mean and root mean square."""
     network, recipe = CASES[case]
     return {
-        f"{kind}, {name}": shortened(value.detach().double().flatten())
+        f"{kind}, {name}": shortened(value.detach().cpu().double().flatten())
         for kind, group in recipe(Problem.of(network), seed).items()
         for name, value in group.items()
     }

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import laplace_plus as lp
+from laplace_plus.testing import PosteriorConformance
 
 N, SIZES = 16, (7, 5, 4)
 
@@ -36,7 +38,7 @@ class Attention(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         h = self.embed(ids) + self.place[: ids.shape[1]]
         q, k, v = self.query(h).chunk(3, -1)
-        scores = (q @ k.mT / 2).masked_fill(~torch.ones(ids.shape[1], ids.shape[1]).tril().bool(), -torch.inf)
+        scores = (q @ k.mT / 2).masked_fill(~torch.ones(2 * ids.shape[1:], device=ids.device).tril().bool(), -torch.inf)
         return self.head(self.norm(h + self.out(scores.softmax(-1) @ v)))
 
 
@@ -174,8 +176,10 @@ class Problem:
         else:
             y = (outputs + 2 * noise).argmax(-1)
             y = y.where(y != 5, -100)  # of tokens: some are ignored
+        where, data = PosteriorConformance.device, PosteriorConformance.data_device
+        x, new, y = tree_map(lambda own: own.to(data), (x, inputs(4, 102), y))
         parts = zip(*(part.split(SIZES) for part in x), strict=True) if isinstance(x, tuple) else x.split(SIZES)
-        return cls(model, likelihood, list(zip(parts, y.split(SIZES), strict=True)), inputs(4, 102))
+        return cls(model.to(where), likelihood, list(zip(parts, y.split(SIZES), strict=True)), new)
 
     def make(self, cls: str, **options: Any) -> Any:
         return getattr(lp, cls)(self.model, self.likelihood, **{"prior_precision": 1.5, **options})
