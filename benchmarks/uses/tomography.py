@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,31 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tomography_problem import Problem, UNet, stage, train
+from tomography_problem import Problem, UNet, projector, stage, train
 
 import laplace_plus as lp
 from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior
 
+PRIORS = {
+    "scalar": "scalar priors",
+    "filters": "filter priors",
+    "filters + TV": "filter priors and TV-PredCP",
+}
+AT = ("network", "optimum")
 METHODS = {
     "isotropic": "network, isotropic noise of the fit's residuals",
-    "layerwise, at the network": "scalar prior for each layer, evidence at the network's weights",
-    "filters, at the network": "filter priors, evidence at the network's weights",
-    "filters + TV, at the network": "filter priors and TV-PredCP, evidence at the network's weights",
+    **{f"{prior}, {at}": f"{title}, at the {at}" for at in AT for prior, title in PRIORS.items()},
     "dropout": "MC dropout",
     "null space": "`lp.NullSpace`",
 }
-AT_NETWORK = ", at the network"
-STEPS = {(0.05, 10): 1800, (0.05, 20): 2500, (0.1, 10): 800, (0.1, 20): 1000}
+STEPS = {
+    **{(0.05, 5): 900, (0.05, 10): 1800, (0.05, 20): 2500},
+    **{(0.1, 5): 450, (0.1, 10): 800, (0.1, 20): 1000},
+    **{(0.2, 5): 250, (0.2, 10): 400, (0.2, 20): 500},
+}
 RATE = 2e-3
 SCORES = ("joint", "patches", "pixels")
+LEVEL = 0.9
 
 
 def log_probs(error: torch.Tensor, covariance: torch.Tensor, extra: float) -> dict[str, float]:
@@ -52,18 +61,21 @@ def log_probs(error: torch.Tensor, covariance: torch.Tensor, extra: float) -> di
     index = torch.arange(n * n).view(n, n)
     total = covariance + (extra + 1e-6) * torch.eye(n * n, dtype=covariance.dtype)
     found = {}
-    for name, size in zip(SCORES, (n, 4, 1), strict=True):
+    for name, size in zip(SCORES, (n, 4), strict=False):
         cells = [cell.flatten() for row in index.split(size) for cell in row.split(size, 1)]
         normals = (torch.distributions.MultivariateNormal(torch.zeros(len(c)).to(error), total[c][:, c]) for c in cells)
         found[name] = sum(float(p.log_prob(error[c])) for p, c in zip(normals, cells, strict=True)) / len(error)
-    return found
+    pixels = torch.distributions.Normal(torch.zeros_like(error), total.diagonal().sqrt())
+    return {**found, "pixels": float(pixels.log_prob(error).mean())}
 
 
 def described(problem: Problem, mean: torch.Tensor, covariance: torch.Tensor, noise: dict[str, float]) -> dict:
     """All scores of one reconstruction; ``noise`` are variances to add."""
-    error = (problem.image - mean.view(28, 28)).flatten()
-    std = (covariance.diagonal().clamp_min(0) + noise["rank 100"]).sqrt()
+    error = (problem.image - mean.view(problem.image.shape)).flatten()
+    std = (covariance.diagonal().clamp_min(0) + noise["a quarter"]).sqrt()
+    inside = error.abs() <= scipy.stats.norm.ppf((1 + LEVEL) / 2) * std
     return {
+        "coverage": float(inside.double().mean()),
         "psnr": -10 * math.log10(float(error.square().mean())),
         "rank correlation": float(scipy.stats.spearmanr(std, error.abs()).statistic)
         if std.max() > std.min() + 1e-9
@@ -72,6 +84,30 @@ def described(problem: Problem, mean: torch.Tensor, covariance: torch.Tensor, no
         "mean |error|": float(error.abs().mean()),
         "log-likelihood": {name: log_probs(error, covariance, extra) for name, extra in noise.items()},
     }
+
+
+class AtOptimum(ImagePosterior):
+    """The tangent model's own posterior: mean and evidence are those at its optimum, not those at the weights."""
+
+    def seen(self) -> torch.Tensor:
+        """What the tangent model takes for measurements of ``A J θ``, ``[d_y]``: ``y − A (f(z) − J θ̃)``."""
+        return self._residual + self._jacobian.double() @ self.network.vector().double()
+
+    def log_marginal_likelihood(self, prior: Any = None, noise_std: Any = None) -> torch.Tensor:
+        """``log N(seen; 0, S)``."""
+        root = self._factored(prior, noise_std)[0]
+        seen = self.seen()
+        return torch.distributions.MultivariateNormal(torch.zeros_like(seen), scale_tril=root).log_prob(seen)
+
+    def mean(self) -> torch.Tensor:
+        """The image at the optimum, ``f(z) − J θ̃ + K Aᵀ S⁻¹ seen``, ``[d_x]``."""
+        root, coefficients, _ = (one.detach() for one in self._factored())
+        weights = torch.cholesky_solve(self.seen()[:, None], root)[:, 0]
+        parts = []
+        for rows in self._chunks(self.image.numel(), lambda found: found.flatten(1), False):
+            across = self.filters.product(rows, self._jacobian, coefficients)
+            parts.append(across @ weights - rows.double() @ self.network.vector().double())
+        return self.image.double().flatten() + torch.cat(parts)
 
 
 class Measured(nn.Module):
@@ -87,10 +123,14 @@ class Measured(nn.Module):
 
 
 def image_noise(problem: Problem, std: float) -> dict[str, float]:
-    """The noise's variance in the image: of 100 singular vectors, of those above a hundredth of the largest, none."""
+    """The noise's variance in the image: of a quarter of the singular vectors, of those above a hundredth, of none."""
     values = torch.linalg.svdvals(problem.matrix.to_dense())
-    chosen = {"rank 100": values[:100], "a hundredth": values[values > values[0] / 100], "none": values[:0]}
-    return {name: std**2 * float(some.pow(-2).sum()) / 784 for name, some in chosen.items()}
+    chosen = {
+        "a quarter": values[: len(values) // 4],
+        "a hundredth": values[values > values[0] / 100],
+        "none": values[:0],
+    }
+    return {name: std**2 * float(some.pow(-2).sum()) / problem.image.numel() for name, some in chosen.items()}
 
 
 def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[str, dict[str, Any]]:
@@ -100,7 +140,7 @@ def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[
         mean = net(z)[0, 0].double()
     residual = y - problem.matrix @ mean.flatten()
     fitted = float(residual.square().mean().sqrt())
-    nothing = torch.zeros(784, 784, dtype=torch.float64)
+    nothing = torch.zeros(2 * [problem.image.numel()], dtype=torch.float64)
 
     def add(name: str, start: float, mean: torch.Tensor, covariance: torch.Tensor, std: float, **others: Any) -> None:
         own = described(problem, mean, covariance, image_noise(problem, std))
@@ -114,22 +154,27 @@ def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[
             "lengthscale": length.expand(len(posterior.blocks)).tolist(),
             "variance": variance.tolist(),
         }
-        return (start, mean, posterior.covariance(), float(posterior.noise_std)), found
+        covariance, std = posterior.covariance(), float(posterior.noise_std)
+        if isinstance(posterior, AtOptimum):  # beside it: its error bars around the network's image
+            own = described(problem, mean, covariance, image_noise(problem, std))
+            found["around the network"] = {key: own[key] for key in ("log-likelihood", "coverage")}
+            return (start, posterior.mean(), covariance, std), found
+        return (start, mean, covariance, std), found
 
     if "isotropic" in wanted:
         add("isotropic", time.process_time(), mean, nothing, fitted)
-    for kind in ("layerwise", "filters"):
-        names = [name for name in wanted if name.startswith(kind)]
+    for at in AT:
+        names = [kind for kind in PRIORS if f"{kind}, {at}" in wanted]
         if names:
             start = time.process_time()
-            blocks, prior = (stage, FilterCovariance()) if kind == "filters" else (None, FilterCovariance(0.0))
-            posterior = ImagePosterior(net, problem.matrix, blocks=blocks).fit(z, y)
+            make = AtOptimum if at == "optimum" else ImagePosterior
+            posterior = make(net, problem.matrix, blocks=stage).fit(z, y)
             shared = time.process_time() - start
-            for name in names:
-                posterior.prior, posterior.noise_std = prior, fitted
-                rate = problem.gamma * len(y) if "TV" in name else None
-                found, others = tune(posterior, time.process_time() - shared, total_variation=rate)
-                add(name, *found, **others)
+        for name in names:
+            posterior.prior, posterior.noise_std = FilterCovariance(float("filters" in name)), fitted
+            rate = problem.gamma * len(y) if "TV" in name else None
+            found, others = tune(posterior, time.process_time() - shared, total_variation=rate)
+            add(f"{name}, {at}", *found, **others)
     if "dropout" in wanted:
         start = time.process_time()
         torch.manual_seed(0)
@@ -166,11 +211,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--images", type=int, default=5)
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.05, 0.1])
-    parser.add_argument("--angles", type=int, nargs="+", default=[10, 20])
+    parser.add_argument("--images", type=int, default=10)
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.05, 0.1, 0.2])
+    parser.add_argument("--angles", type=int, nargs="+", default=[5])
     parser.add_argument("--methods", nargs="+", default=[*METHODS])
     parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--size", type=int, default=28)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -178,14 +224,15 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(row["noise level"], row["angles"], row["image"], row["method"]) for row in known}
-    for noise in options.noise:
-        for image in range(options.images):
+    for image in range(options.images):
+        for noise in options.noise:
             for angles in options.angles:
                 wanted = [name for name in options.methods if (noise, angles, image, name) not in done]
                 if not wanted:
                     continue
-                problem = Problem(options.data, image, angles, noise)
-                (net, seconds), (dropped, more) = (network(problem, image, p, options) for p in (0.0, 0.05))
+                problem = Problem(options.data, image, angles, noise, options.size)
+                net, seconds = network(problem, image, 0.0, options)
+                dropped, more = network(problem, image, 0.05, options) if "dropout" in wanted else (net, seconds)
                 for name, own in cell(problem, net, dropped, wanted).items():
                     trained = more if name == "dropout" else seconds
                     row = {"noise level": noise, "angles": angles, "image": image, "method": name, "trained": trained}
@@ -193,30 +240,29 @@ def main() -> None:
                         out.write(json.dumps({**row, **own}) + "\n")
     if options.page:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        options.page.write_text(page(rows, options.channels, options.folder))
+        options.page.write_text(page(rows, options))
 
 
 INTRODUCTION = """# Error bars of tomographic reconstructions
 
-`python benchmarks/uses/tomography.py --data DATA --folder FOLDER --channels {channels} --page PAGE` made this page
-({versions}). Images are the first {images} of KMNIST's test set, 28 × 28 pixels. The projector has 41 detector pixels
-at each angle; noise is {noises} of the mean measurement. For each sinogram a U-Net of {weights} weights (three scales
-of {channels} channels, where the paper has 32, without normalisation, a sigmoid at the end) was trained from the
-filtered back-projection, by the mean square of the residuals and total variation, whose weights are those of Antorán
-et al. (2022). Training is shorter than theirs: Adam at 2e-3, falling to 2e-4 over the last half, for {steps} steps, a
-sixteenth of their number at 1e-4. MC dropout (p = 0.05 after each 3 × 3 convolution, 1000 samples) has a network of
-its own, trained with it.
+`python benchmarks/uses/tomography.py --data DATA --folder FOLDER --size {size} --channels {channels} --page PAGE`
+made this page ({versions}). Images are the first {images} of KMNIST's test set, of {size} × {size}
+pixels. The projector has {angles} angles and {measurements} measurements; noise is {noises} of the mean measurement.
+For each sinogram a U-Net of {weights} weights (three scales of {channels} channels, without normalisation, a sigmoid at
+the end) was trained from the filtered back-projection, by the mean square of the residuals and total variation, whose
+weights are those of Antorán et al. (2022). Training is shorter than theirs: Adam at 2e-3, falling to 2e-4 over the last
+half, for {steps} steps, about a sixteenth of their number at 1e-4.
 
-Priors and noise are at the maximum of the evidence, by L-BFGS; variances are at least 1e-3, as the authors' are. The
-evidence is that at the network's weights, as the authors have it on KMNIST.
-Blocks of filter priors are the stages of the network; 1 × 1 convolutions have blocks of their own.
+Priors and noise are at the maximum of the evidence, by L-BFGS; variances are at least 1e-3, as the authors' are. Blocks
+are the stages of the network, 1 × 1 convolutions by themselves, for scalar and for filter priors. **At the network**:
+evidence and mean are those at the trained weights, as `ImagePosterior` and the authors have it on KMNIST. **At the
+optimum**: the evidence is `log N(y − A (f(z) − J θ̃); 0, A K Aᵀ + σ² I)`, and the mean is the image of the tangent
+model at its own optimum, `f(z) + J (θ* − θ̃)`. Covariances have the same formula.
 
-Log-likelihoods of the true image are in nats per pixel, larger is better: of all pixels together, of 4 × 4 patches,
-of single pixels. The noise as it is seen in the image, `image_noise(rank=100)`, is added to each variance; for the
-network alone that is all there is. The pseudo-inverse in it is dominated by singular values near zero, so that its
-rank matters: the last table has others. Rank 100 was chosen before any result was seen. Entries are means over images
-± standard errors. Rank correlations are those of standard deviation and absolute error over the pixels of an image.
-Times are CPU seconds of fit, tuning and covariance, on one thread of a busy machine.
+Log-densities of the true image are in nats per pixel, larger is better: of all pixels together, of 4 × 4 patches, of
+single pixels. The noise as it is seen in the image, by a quarter of the singular values of A, is added to each
+variance, as the authors do; one column is without it. Coverage is the share of pixels within their intervals of 90 %.
+Entries are means over images ± standard errors; differences are paired by image.
 """
 
 
@@ -229,8 +275,109 @@ def mean(values: list[Any], digits: int = 2) -> str:
     return f"{statistics.fmean(known):.{digits}f}{error}"
 
 
+def density(row: dict[str, Any], score: str = "joint", noise: str = "a quarter") -> float:
+    """The log-density of the truth, in nats per pixel."""
+    return row["log-likelihood"][noise][score]
+
+
+def around(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of the same error bars around the network's image."""
+    return row["around the network"]
+
+
+COMPARISONS = [
+    ("filter priors − scalar ones, at the network", "filters, network", "scalar, network"),
+    ("filter priors − scalar ones, at the optimum", "filters, optimum", "scalar, optimum"),
+    ("TV-PredCP − none, filter priors, at the network", "filters + TV, network", "filters, network"),
+    ("TV-PredCP − none, filter priors, at the optimum", "filters + TV, optimum", "filters, optimum"),
+    ("optimum − network, scalar priors", "scalar, optimum", "scalar, network"),
+    ("scalar priors at the network − MC dropout", "scalar, network", "dropout"),
+]
+COLUMNS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "all pixels": density,
+    "single pixels": lambda row: density(row, "pixels"),
+    "coverage": lambda row: row["coverage"],
+    "PSNR, dB": lambda row: row["psnr"],
+}
+
+
+def page(rows: list[dict[str, Any]], options: Any) -> str:
+    """The results as markdown."""
+    groups: dict[Any, dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        groups[row["noise level"], row["angles"]][row["method"]][row["image"]] = row
+    for methods in groups.values():  # rows of the same images only
+        most = max(map(len, methods.values()))
+        for name in [name for name, own in methods.items() if len(own) < most]:
+            del methods[name]
+    noises, angles = sorted({noise for noise, _ in groups}), sorted({angles for _, angles in groups})
+    facts = {
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "noises": ", ".join(f"{100 * noise:g} %" for noise in noises),
+        "steps": ", ".join(str(STEPS[key]) for key in sorted(groups)),
+        "images": max(len(own) for methods in groups.values() for own in methods.values()),
+        "angles": " or ".join(map(str, angles)),
+        "measurements": " or ".join(str(projector(options.size, count).shape[0]) for count in angles),
+        "weights": sum(parameter.numel() for parameter in UNet(options.channels).parameters()),
+    }
+    lines = [INTRODUCTION.format(**facts, size=options.size, channels=options.channels)]
+    lines += ["## Paired differences", "", f"| | noise, angles | images | {' | '.join(COLUMNS)} |", "|---" * 7 + "|"]
+    for title, better, worse in COMPARISONS:
+        pooled: list[list[float]] = []
+        for (noise, angle), methods in sorted(groups.items()):
+            own, other = methods.get(better, {}), methods.get(worse, {})
+            images = sorted(own.keys() & other.keys())
+            gaps = [[of(own[i]) - of(other[i]) for of in COLUMNS.values()] for i in images]
+            pooled += gaps
+            if gaps:
+                cells = [mean(list(column), 3) for column in zip(*gaps, strict=True)]
+                lines.append(f"| {title} | {100 * noise:g} %, {angle} | {len(gaps)} | {' | '.join(cells)} |")
+        if pooled:
+            cells = [mean(list(column), 3) for column in zip(*pooled, strict=True)]
+            lines.append(f"| {title} | all | {len(pooled)} | {' | '.join(cells)} |")
+    lines += ["", "## The scores", ""]
+    titles = [
+        *COLUMNS,
+        "patches",
+        "all pixels, without the image's noise",
+        "rank correlation",
+        "std / error",
+        "σ / true",
+        "s",
+    ]
+    for (noise, angle), methods in sorted(groups.items()):
+        trained = statistics.fmean(row["trained"] for own in methods.values() for row in own.values())
+        lines += [f"{100 * noise:g} % noise, {angle} angles; training of a network took {trained:.0f} CPU seconds.", ""]
+        lines += [f"| error bars | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+        for name, title in METHODS.items():
+            own = [row for _, row in sorted(methods.get(name, {}).items())]
+            if own:
+                cells = [mean([of(row) for row in own]) for of in COLUMNS.values()]
+                cells += [
+                    mean([density(row, "patches") for row in own]),
+                    mean([density(row, noise="none") for row in own]),
+                ]
+                cells += [mean([row["rank correlation"] for row in own])]
+                cells += [
+                    mean([row["mean std"] / row["mean |error|"] for row in own]),
+                    mean([row["noise"] for row in own]),
+                ]
+                lines.append(
+                    f"| {title} | {' | '.join(cells)} | {statistics.fmean(row['seconds'] for row in own):.0f} |"
+                )
+        lines.append("")
+    shown = [row for methods in groups.values() for own in methods.values() for row in own.values()]
+    optima = [row for row in shown if "around the network" in row]
+    gaps = [density(row) - density(around(row)) for row in optima]
+    lines += [
+        f"As the mean, the image at the optimum gains {mean(gaps, 3)} nats per pixel over the network's.",
+        "",
+    ]
+    return "\n".join([*lines, *why(shown, options.folder)]) + "\n"
+
+
 def filters_of(folder: Path) -> str:
-    """How correlated neighbouring taps of trained filters are, and which length scales the evidence chose."""
+    """How correlated neighbouring taps of trained filters are."""
     found = []
     for file in sorted((folder / "nets").glob("*-0.0.pt")):
         for weight in torch.load(file)["net"].values():
@@ -242,103 +389,18 @@ def filters_of(folder: Path) -> str:
     return f"{statistics.fmean(found):.2f} on average over layers and networks ({min(found):.2f} to {max(found):.2f})"
 
 
-def page(rows: list[dict[str, Any]], channels: int, folder: Path) -> str:
-    """The results as markdown."""
-    groups: dict[Any, dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        groups[row["noise level"], row["angles"]][row["method"]][row["image"]] = row
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    noises = " and ".join(f"{100 * noise:g} %" for noise in sorted({noise for noise, _ in groups}))
-    steps = ", ".join(f"{STEPS[key]} ({key[1]} angles, {100 * key[0]:g} %)" for key in sorted(groups))
-    count = max(len(own) for methods in groups.values() for own in methods.values())
-    facts = {"versions": versions, "noises": noises, "steps": steps, "images": count, "channels": channels}
-    facts["weights"] = sum(parameter.numel() for parameter in UNet(channels).parameters())
-    lines = [
-        INTRODUCTION.format(**facts),
-        "## What it says",
-        "",
-        *bars(groups),
-        *why(rows, folder),
-        "",
-        "## The tables",
-        "",
-    ]
-    for (noise, angles), methods in sorted(groups.items()):
-        n = max(map(len, methods.values()))
-        lines += [
-            f"{angles} angles, {100 * noise:g} % noise, {n} image{'s' * (n > 1)}; training of a network took "
-            f"{statistics.fmean(row['trained'] for own in methods.values() for row in own.values()):.0f} CPU seconds.",
-            "",
-            "| error bars | all pixels | patches | pixels | PSNR, dB | rank correlation | mean std / mean error | s |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for name, title in METHODS.items():
-            own = list(methods[name].values())
-            if own:
-                scores = [mean([row["log-likelihood"]["rank 100"][score] for row in own]) for score in SCORES]
-                others = [mean([row[key] for row in own]) for key in ("psnr", "rank correlation")]
-                ratio = mean([row["mean std"] / row["mean |error|"] for row in own])
-                seconds = f"{statistics.fmean(row['seconds'] for row in own):.0f}"
-                lines.append(f"| {title} | {' | '.join([*scores, *others, ratio, seconds])} |")
-        lines.append("")
-    lines += ["All pixels together, with other ranks of the pseudo-inverse:", ""]
-    lines += [
-        "| angles, noise | error bars | rank 100 | values above a hundredth of the largest | none |",
-        "|---|---|---|---|---|",
-    ]
-    for (noise, angles), methods in sorted(groups.items()):
-        for name, title in METHODS.items():
-            own = list(methods[name].values())
-            if own:
-                found = [mean([row["log-likelihood"][key]["joint"] for row in own]) for key in own[0]["log-likelihood"]]
-                lines.append(f"| {angles}, {100 * noise:g} % | {title} | {' | '.join(found)} |")
-    return "\n".join(lines) + "\n"
-
-
 def why(rows: list[dict[str, Any]], folder: Path) -> list[str]:
     """What stands behind the differences."""
     lines = []
-    for name in ("filters", "filters + TV"):
-        own = [row["lengthscale"][:5] for row in rows if row["method"] == name + AT_NETWORK]  # of the stages
+    for name, title in METHODS.items():
+        own = [row["lengthscale"][:5] for row in rows if row["method"] == name and "filters" in name]  # of the stages
         values = [value for lengths in own for value in lengths]
         if values:
-            low, high = min(values), max(values)
-            lines.append(f"{METHODS[name + AT_NETWORK]}: {statistics.median(values):.2f} ({low:.2f} to {high:.2f})")
+            lines.append(f"{title}, {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
     return [
-        f"- **Correlation of neighbouring taps** within the trained filters: {filters_of(folder)}.",
-        f"- **Length scales** in taps, median over stages and images (range): {'; '.join(lines)}. Most are so short, "
-        "that the priors are nearly those without correlations, although the trained filters have some.",
+        f"Correlation of neighbouring taps within the trained filters: {filters_of(folder)}.",
+        f"Length scales in taps, median over stages and images (range): {'; '.join(lines)}.",
     ]
-
-
-def bars(groups: Any) -> list[str]:
-    """Paired differences of log-likelihoods (all pixels), and rank correlations."""
-    lines = []
-    for better, worse in (
-        *((f"filters{more}{AT_NETWORK}", f"layerwise{AT_NETWORK}") for more in ("", " + TV")),
-        (f"layerwise{AT_NETWORK}", "dropout"),
-    ):
-        parts = []
-        for (noise, angles), methods in sorted(groups.items()):
-            own, other = methods[better], methods[worse]
-            gaps = [
-                own[i]["log-likelihood"]["rank 100"]["joint"] - other[i]["log-likelihood"]["rank 100"]["joint"]
-                for i in sorted(own.keys() & other.keys())
-            ]
-            if gaps:
-                wins = sum(gap > 0 for gap in gaps)
-                parts.append(f"{mean(gaps, 3)} at {angles} angles and {100 * noise:g} % ({wins} of {len(gaps)} images)")
-        lines.append(f"- **{METHODS[better]}**, minus {METHODS[worse]}, paired, all pixels: {'; '.join(parts)}.")
-    correlations = [
-        row["rank correlation"]
-        for methods in groups.values()
-        for name, own in methods.items()
-        if name.startswith(("layerwise", "filters"))
-        for row in own.values()
-    ]
-    what = "of standard deviation and error under linearised priors"
-    ends = f"{min(correlations):.2f} to {max(correlations):.2f}"
-    return [*lines, f"- **Rank correlations** {what}: {ends}; the bar was 0.3."]
 
 
 if __name__ == "__main__":

@@ -12,8 +12,12 @@ import scipy.sparse
 import torch
 from torch import nn
 
-GAMMA = {(0.05, 10): 3e-5, (0.05, 20): 1e-4, (0.1, 10): 1e-4, (0.1, 20): 3e-4}
-"""The weight of the total variation, by noise and number of angles; from the paper's code."""
+GAMMA = {
+    **{(0.05, 5): 1e-5, (0.05, 10): 3e-5, (0.05, 20): 1e-4},
+    **{(0.1, 5): 3e-5, (0.1, 10): 1e-4, (0.1, 20): 3e-4},
+    **{(0.2, 5): 1e-4, (0.2, 10): 3e-4, (0.2, 20): 1e-3},
+}
+"""The weight of the total variation, by noise and number of angles: the paper's, and its trend for a noise of 20 %."""
 
 
 def projector(n: int, angles: int) -> torch.Tensor:
@@ -116,18 +120,18 @@ def total_variation(image: torch.Tensor) -> torch.Tensor:
 
 
 class Problem:
-    """One image, its noisy sinogram, and the input of the network; float64."""
+    """One image, its noisy sinogram, and the input of the network; float64. Of 14 pixels, each is the mean of four."""
 
-    def __init__(self, data: Path, image: int, angles: int, noise: float):
+    def __init__(self, data: Path, image: int, angles: int, noise: float, size: int = 28):
         stored = gzip.decompress((data / "kmnist" / "t10k-images-idx3-ubyte.gz").read_bytes())
         pixels = np.frombuffer(stored, np.uint8, offset=16).reshape(-1, 28, 28)[image] / 255.0
-        self.image, self.angles, self.noise = torch.tensor(pixels), angles, noise
-        self.matrix = projector(28, angles)
+        self.image = nn.functional.adaptive_avg_pool2d(torch.tensor(pixels)[None], size)[0]
+        self.angles, self.noise, self.matrix = angles, noise, projector(size, angles)
         clean = self.matrix @ self.image.flatten()
         self.noise_std = float(noise * clean.abs().mean())
         generator = torch.Generator().manual_seed(1000 * image + angles)
         self.y = clean + self.noise_std * torch.randn(clean.shape, generator=generator, dtype=torch.float64)
-        self.z = back_projection(self.matrix, self.y, angles).view(1, 1, 28, 28)
+        self.z = back_projection(self.matrix, self.y, angles).view(1, 1, size, size)
         self.gamma = GAMMA[noise, angles]
 
 
