@@ -6,7 +6,8 @@
 transformer is pre-trained by guessing masked words in all of them. It is then adapted by LoRA, without weight decay, to
 a few labelled texts of eight packages. Unfamiliar texts are from packages without a label. Five seeds take about half
 an hour on one core. ``digits``: the same with the pixels of scikit-learn's digits as 64 tokens, the digits 0 to 7 as
-classes, and 8 and 9 as unfamiliar. ``--keep`` goes on with the seeds that a folder has.
+classes, and 8 and 9 as unfamiliar. ``--keep`` goes on with the networks and rows that a folder has; ``--rows`` takes
+only rows whose names contain one of some words.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -126,14 +128,14 @@ def noise(words: int, length: int, seed: int) -> tuple[dict[str, Tensor], Tensor
     return inputs_of(ids), torch.zeros(0)
 
 
-def texts_of_packages(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
+def texts_of_packages(steps: int, kept: Path | None = None) -> tuple[nn.Module, Callable[[int], Parts]]:
     """The pre-trained network of ``"documentation"``, and the data of a seed."""
     known = [documentation(name, 700, random.Random(0)) for name in KNOWN]
     unknown = [documentation(name, 150, random.Random(0)) for name in UNKNOWN]
     counts = Counter(word for texts in known for text in texts for word in text)
     vocabulary = {word: number + 3 for number, (word, _) in enumerate(counts.most_common(WORDS - 3))}
     ids = encoded([text for texts in known for text in texts], vocabulary)
-    base = pretrained(ids, steps, WORDS, units=64, share=0.15, dropout=0.1)
+    base = pretrained(ids, steps, WORDS, units=64, share=0.15, dropout=0.1, kept=kept)
 
     def parts(seed: int) -> Parts:
         draw, data, start = random.Random(seed), {}, 0
@@ -150,11 +152,11 @@ def texts_of_packages(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
     return base, parts
 
 
-def pixels_of_digits(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
+def pixels_of_digits(steps: int, kept: Path | None = None) -> tuple[nn.Module, Callable[[int], Parts]]:
     """The pre-trained network of ``"digits"``, and the data of a seed."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     ids = images.long() + 3
-    base = pretrained(ids, steps, 20, units=32, share=0.3, dropout=0.0)
+    base = pretrained(ids, steps, 20, units=32, share=0.3, dropout=0.0, kept=kept)
 
     def parts(seed: int) -> Parts:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
@@ -167,14 +169,17 @@ def pixels_of_digits(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
 
 
 def pretrained(
-    ids: Tensor, steps: int, vocabulary: int, units: int, share: float, dropout: float
+    ids: Tensor, steps: int, vocabulary: int, units: int, share: float, dropout: float, kept: Path | None
 ) -> transformers.BertForMaskedLM:
-    """A small transformer that guesses masked ones of the tokens ``[N, T]``."""
+    """A small transformer that guesses masked ones of the tokens ``[N, T]``; a kept one is taken."""
     torch.manual_seed(0)
     sizes = {"hidden_size": units, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * units}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     shape = {"vocab_size": vocabulary, "max_position_embeddings": ids.shape[1], "pad_token_id": 0}
     model = transformers.BertForMaskedLM(transformers.BertConfig(**shape, **sizes, **dropouts)).train()
+    if kept is not None and kept.exists():
+        model.load_state_dict(torch.load(kept))
+        return model.eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     for _ in range(steps):
@@ -185,11 +190,15 @@ def pretrained(
         cross_entropy(logits[hidden], batch[hidden]).backward()
         optimizer.step()
         schedule.step()
+    if kept is not None:
+        torch.save(model.state_dict(), kept)
     return model.eval()
 
 
-def adapted(base: nn.Module, texts: dict[str, Tensor], labels: Tensor, seed: int) -> nn.Module:
-    """A classifier of eight classes, adapted by LoRA without weight decay."""
+def adapted(
+    base: nn.Module, texts: dict[str, Tensor], labels: Tensor, seed: int, kept: Path | None = None
+) -> nn.Module:
+    """A classifier of eight classes, adapted by LoRA without weight decay; a kept one is taken."""
     torch.manual_seed(seed)
     config = copy.deepcopy(base.config)
     config.num_labels = 8
@@ -197,6 +206,9 @@ def adapted(base: nn.Module, texts: dict[str, Tensor], labels: Tensor, seed: int
     model.bert.load_state_dict(base.bert.state_dict(), strict=False)
     options = {"r": 8, "lora_alpha": 16, "target_modules": ["query", "key", "value", "dense"], "task_type": "SEQ_CLS"}
     model = peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+    if kept is not None and kept.exists():
+        model.load_state_dict(torch.load(kept))
+        return model.eval()
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, epochs = torch.optim.Adam(weights, lr=3e-3), 60
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -207,6 +219,8 @@ def adapted(base: nn.Module, texts: dict[str, Tensor], labels: Tensor, seed: int
             cross_entropy(logits, labels[rows]).backward()
             optimizer.step()
         schedule.step()
+    if kept is not None:
+        torch.save(model.state_dict(), kept)
     return model.eval()
 
 
@@ -227,6 +241,8 @@ def scores(parts: list[Tensor], labels: Tensor, doubts: Doubts | None = None, se
 
 
 Doubts = tuple[list[Tensor], list[Tensor]]
+Found = tuple[dict[str, list[float]], list[list[float]]]
+Asks = Callable[[str], bool]
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -234,61 +250,83 @@ def entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
 
 
-def measured(base: nn.Module, data: Parts, seed: int) -> tuple[dict[str, list[float]], list[list[float]]]:
-    """Scores and seconds of all rows for one seed; and what a scale of noise does, whichever is found."""
-    (train, labels), (held, held_labels), (test, test_labels) = (data[k] for k in ("train", "held", "test"))
-    asked = [test, data["ood"][0], data["random"][0]]
-    results: dict[str, list[float]] = {}
-    models = [adapted(base, train, labels, 100 * seed + number) for number in range(3)]
-    with torch.no_grad():
-        logits = [[model(**one).logits for one in (held, *asked)] for model in models]
-    results[ADAPTED] = scores([one.softmax(-1) for one in logits[0][1:]], test_labels)
-    losses = torch.stack([cross_entropy(logits[0][0] / t, held_labels) for t in TEMPERATURES])
-    best = TEMPERATURES[losses.argmin()]
-    results[WARMED] = scores([(one / best).softmax(-1) for one in logits[0][1:]], test_labels)
-    several = [torch.stack([own[k].softmax(-1) for own in logits]) for k in (1, 2, 3)]
-    information = [entropy(one.mean(0)) - entropy(one).mean(0) for one in several]
-    doubts = information, [one.var(0, correction=0).sum(-1) for one in several]
-    results["ensemble of 3 adapters"] = scores([one.mean(0) for one in several], test_labels, doubts)
+def measured(base: nn.Module, data: Parts, seed: int, found: Found, asks: Asks, kept: Path | None) -> None:
+    """Scores and seconds of the rows that are asked for, for one seed, into ``found``.
 
+    And what a scale of noise does, whichever is found. ``asks`` writes what there is, and says whether to go on with a
+    row. Networks are kept in files that begin as ``kept``.
+    """
+    (train, labels), (held, held_labels), (test, test_labels) = (data[k] for k in ("train", "held", "test"))
+    asked, (results, curve) = [test, data["ood"][0], data["random"][0]], found
+
+    @cache
+    def network(number: int) -> tuple[nn.Module, list[Tensor]]:
+        file = None if kept is None else kept.with_name(f"{kept.name}-{number}.pt")
+        model = adapted(base, train, labels, 100 * seed + number, file)
+        with torch.no_grad():
+            return model, [model(**one).logits for one in (held, *asked)]
+
+    model, logits = network(0)
+    results[ADAPTED] = scores([one.softmax(-1) for one in logits[1:]], test_labels)
+    losses = torch.stack([cross_entropy(logits[0] / t, held_labels) for t in TEMPERATURES])
+    results[WARMED] = scores([(one / TEMPERATURES[losses.argmin()]).softmax(-1) for one in logits[1:]], test_labels)
     batches, held_out = (
         [
-            {**{name: values[i : i + 32] for name, values in inputs.items()}, "labels": own[i : i + 32]}
-            for i in range(0, len(own), 32)
+            {**{name: values[i : i + 100] for name, values in inputs.items()}, "labels": own[i : i + 100]}
+            for i in range(0, len(own), 100)
         ]
         for inputs, own in ((train, labels), (held, held_labels))
     )
 
-    def row(name: str, posterior: lp.Posterior, *, tune: bool = True, **tuning: Any) -> None:
-        start, generator = time.process_time(), torch.Generator().manual_seed(seed)
-        posterior.fit(batches, generator=generator)
-        if tune:
-            posterior.fit_prior_precision(generator=generator, **tuning)
-        spent = time.process_time() - start
+    def rows(posterior: lp.Posterior, tunings: dict[str, dict[str, Any] | None]) -> None:
+        """One fit, and each way of tuning after it; None is for none."""
+        wanted = [name for name in tunings if asks(name)]
+        start = time.process_time()
+        if wanted:
+            posterior.fit(batches, generator=torch.Generator().manual_seed(seed))
+        fitting = time.process_time() - start
         n = {"n_samples": 10} if isinstance(posterior, lp.TrainingFreeLoRA) else {}
-        parts = [posterior.predict([one], generator=generator, **n) for one in asked]
-        doubts = [one.mutual_information() for one in parts], [one.epistemic.sum(-1) for one in parts]
-        results[name] = scores([one.mean for one in parts], test_labels, doubts, spent)
+        for name in wanted:
+            start, generator, tuning = time.process_time(), torch.Generator().manual_seed(seed), tunings[name]
+            if tuning is not None:
+                posterior.fit_prior_precision(generator=generator, **tuning)
+            spent = fitting + time.process_time() - start
+            parts = [posterior.predict([one], generator=generator, **n) for one in asked]
+            doubts = [one.mutual_information() for one in parts], [one.epistemic.sum(-1) for one in parts]
+            results[name] = scores([one.mean for one in parts], test_labels, doubts, spent)
+            asks("")
 
-    kind, lora = "classification", {"parameters": "lora"}
-    row('`lp.KFAC(parameters="lora")`', lp.KFAC(models[0], kind, **lora))
-    row("the same, `factor_rank=10`", lp.KFAC(models[0], kind, **lora, factor_rank=10))
-    row("`lp.KFAC`, tuned on the held-out data", lp.KFAC(models[0], kind, **lora), data=held_out)
-    row('`lp.KFAC(parameters="last_layer")`', lp.KFAC(models[0], kind, parameters="last_layer"))
-    free = lp.TrainingFreeLoRA(models[0], kind)
-    row("`lp.TrainingFreeLoRA`, its fit", free, tune=False)
-    row("`lp.TrainingFreeLoRA`", lp.TrainingFreeLoRA(models[0], kind))
-    row("the same, tuned on the held-out data", lp.TrainingFreeLoRA(models[0], kind), data=held_out)
-
-    curve, rows = [], {"train": (train, models[0](**train).logits.argmax(-1)), "test": (test, test_labels)}
-    for scale in SCALES:
-        free.noise_scale, one = float(scale), torch.Generator().manual_seed(seed)
-        found = {part: free.predict([x], generator=one, n_samples=10).mean for part, (x, _) in rows.items()}
-        losses = [float(metrics.negative_log_likelihood(found[part], y)) for part, (_, y) in rows.items()]
-        accurate = float(metrics.accuracy(found["test"], test_labels)) - results[ADAPTED][0]
-        error = float(metrics.expected_calibration_error(found["test"], test_labels))
-        curve.append([losses[0] / free.report.network - 1, accurate, losses[1], error, error / results[ADAPTED][2]])
-    return results, curve
+    kind, lora, tuned = "classification", {"parameters": "lora"}, {"data": held_out}
+    free = {
+        "`lp.TrainingFreeLoRA`, its fit": None,
+        "`lp.TrainingFreeLoRA`": {},
+        "the same, tuned on the held-out data": tuned,
+    }
+    rows(lp.TrainingFreeLoRA(model, kind), free)
+    rows(
+        lp.KFAC(model, kind, **lora),
+        {'`lp.KFAC(parameters="lora")`': {}, "`lp.KFAC`, tuned on the held-out data": tuned},
+    )
+    rows(lp.KFAC(model, kind, **lora, factor_rank=10), {"`lp.KFAC`, `factor_rank=10`": {}})
+    rows(lp.KFAC(model, kind, parameters="last_layer"), {'`lp.KFAC(parameters="last_layer")`': {}})
+    if asks(name := "ensemble of 3 adapters"):
+        several = [torch.stack([network(n)[1][k].softmax(-1) for n in range(3)]) for k in (1, 2, 3)]
+        information = [entropy(one.mean(0)) - entropy(one).mean(0) for one in several]
+        doubts = information, [one.var(0, correction=0).sum(-1) for one in several]
+        results[name] = scores([one.mean(0) for one in several], test_labels, doubts)
+    if not curve and asks("scales"):
+        noisy = lp.TrainingFreeLoRA(model, kind, halvings=1).fit(batches)
+        known = {"train": (train, model(**train).logits.argmax(-1)), "test": (test, test_labels)}
+        for noisy.noise_scale in SCALES.tolist():
+            one = torch.Generator().manual_seed(seed)
+            seen = {part: noisy.predict([x], generator=one, n_samples=10).mean for part, (x, _) in known.items()}
+            losses = [float(metrics.negative_log_likelihood(seen[part], y)) for part, (_, y) in known.items()]
+            accurate = float(metrics.accuracy(seen["test"], test_labels)) - results[ADAPTED][0]
+            error = float(metrics.expected_calibration_error(seen["test"], test_labels))
+            curve.append(
+                [losses[0] / noisy.report.network - 1, accurate, losses[1], error, error / results[ADAPTED][2]]
+            )
+    asks("")
 
 
 def page(found: list[dict[str, list[float]]], curve: list[list[list[float]]], task: str, data: Parts) -> str:
@@ -300,7 +338,8 @@ def page(found: list[dict[str, list[float]]], curve: list[list[list[float]]], ta
         title=title, arguments=arguments, seeds=len(found), task=TASKS[task].format(**sizes), **sizes
     )
     lines = [text, *markdown_rule(["", *COLUMNS, "CPU s to fit and tune"])]
-    values = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
+    names = [name for name in found[0] if all(name in one for one in found)]
+    values = {name: torch.tensor([one[name] for one in found]) for name in names}
     for name, own in values.items():
         cells = [f"{m:.3f}" + ("" if name == ADAPTED else f" ± {e:.3f}") for m, e in _paired(own, values[ADAPTED], own)]
         cells = ["" if m.isnan() else cell for m, cell in zip(own.mean(0)[:5], cells, strict=False)]
@@ -314,6 +353,8 @@ def page(found: list[dict[str, list[float]]], curve: list[list[list[float]]], ta
         if not own[:, 5].isnan().any():
             reference = values[WARMED][:, [3, 4] * 3]
             lines.append(markdown_line([name, *(f"{m:+.3f} ± {e:.3f}" for m, e in _paired(own[:, 3:9], reference))]))
+    if not all(curve):
+        return "\n".join(lines) + "\n"
     lines += ["", CURVE, "", *markdown_rule(["scale", "rise of the anchors' NLL", *COLUMNS[:3], "ECE / the network's"])]
     for scale, one in zip(SCALES, torch.tensor(curve).mean(0), strict=True):
         cells = [f"{one[0]:+.1%}", f"{one[1]:+.3f}", f"{one[2]:.3f}", f"{one[3]:.3f}", f"{one[4]:.2f}"]
@@ -335,21 +376,25 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--steps", type=int, help="of pre-training: 1500, or 500 for digits")
     parser.add_argument("--page", type=Path)
-    parser.add_argument("--keep", type=Path, help="a folder for what was measured, a file for each seed")
+    parser.add_argument("--keep", type=Path, help="a folder for networks and what was measured, files for each seed")
+    parser.add_argument("--rows", nargs="+", default=[""], help="words, one of which the names of wanted rows contain")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
     make, steps = {"documentation": (texts_of_packages, 1500), "digits": (pixels_of_digits, 500)}[arguments.task]
-    base, parts = make(arguments.steps or steps)
+    keep = arguments.keep and arguments.keep / arguments.task
+    base, parts = make(arguments.steps or steps, keep and keep.with_name(f"{keep.name}-base.pt"))
     found: list[Any] = []
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        kept = None if arguments.keep is None else arguments.keep / f"{arguments.task}-{seed}.json"
-        if kept is not None and kept.exists():
-            found.append(json.loads(kept.read_text()))
-        else:
-            found.append(measured(base, parts(seed), seed))
-            if kept is not None:
-                kept.write_text(json.dumps(found[-1]))
-        text = page(*zip(*found, strict=True), arguments.task, parts(seed))
+        kept = keep and keep.with_name(f"{keep.name}-{seed}.json")
+        found.append(json.loads(kept.read_text()) if kept and kept.exists() else ({}, []))
+
+        def asks(name: str, own: Any = found[-1], kept: Path | None = kept) -> bool:
+            if kept:
+                kept.write_text(json.dumps(own))
+            return bool(name) and name not in own[0] and any(word in name for word in arguments.rows)
+
+        measured(base, data := parts(seed), seed, found[-1], asks, kept and kept.with_suffix(""))
+        text = page(*zip(*found, strict=True), arguments.task, data)
         if arguments.page is not None:
             arguments.page.write_text(text)
     sys.stdout.write(text)
