@@ -72,7 +72,9 @@ def used(width: int, layers: int, rank: int, size: int, plain: bool) -> dict[str
     found["largest layer"] = max(bytes_of(block.parameters()) for block in blocks)
     if size > 1:
         for block in blocks:
-            fully_shard(block)
+            for part in (block.attn, block.mlp, block):  # FSDP2 holds a part twice while it gathers it
+                fully_shard(part)
+                part.set_modules_to_backward_prefetch([part])  # itself: no other part is gathered ahead of its turn
         fully_shard(net)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the largest is what it is now

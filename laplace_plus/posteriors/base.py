@@ -198,9 +198,6 @@ class Posterior(Predicting):
         if reduce is not None and "reduce" not in taken:
             what = f"{type(self).__name__} cannot be fitted over several ranks."
             raise UnsupportedError(what, expected="fit() in one process, on all the data")
-        if reduce is None and self.network.held.sharded:
-            what, expected = "The network is sharded over ranks.", "lp.distributed.fit() or update() on all of them"
-            raise UnsupportedError(what, expected=expected, got="a fit of this rank alone")
         made = copy.copy(self)
         made._found, made.network = before, copy.copy(self.network)
         if before is None:

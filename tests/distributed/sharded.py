@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -213,13 +214,14 @@ def what_a_rank_cannot_do(rank: int, folder: Path) -> None:
 @check
 def a_rank_that_fails_within_a_pass(rank: int, folder: Path) -> None:
     """The others wait within the layers. The group is gone afterwards: this check is the last one."""
-    net = sharded()
+    net, started = sharded(), time.monotonic()
     wrong = partial(fit, lp.KFAC(net, "classification", parameters=LAYERS), shares(rank, 2))
     if rank == 1:
         net.layers[1].down.forward = _raise
         assert raised(ValueError, wrong) == "an odd input"
     else:
         assert "Rank 1 failed. ValueError: an odd input" in raised(errors.DistributedError, wrong)
+    assert time.monotonic() - started < 30
 
 
 def _raise(x: Tensor) -> Tensor:
