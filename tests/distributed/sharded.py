@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 import time
@@ -130,6 +131,29 @@ def corrected_eigenvalues_and_updates(rank: int, folder: Path) -> None:
     update(ours, batches()[1:3] if rank == 1 else [])
     close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-10)
     assert ours.n_data == alone.n_data
+
+
+@wrapped
+def weights_of_half_precision(rank: int, folder: Path) -> None:
+    """Factors have single precision, sums of ranks the same bits as those of one process over the same batches."""
+    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)]
+    alone, own = (nn.Sequential(*copy.deepcopy(layers)).bfloat16() for _ in range(2))
+    torch.manual_seed(0)
+    for network in (alone, own):
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+    for layer in (own[0], own[2]):
+        fully_shard(layer)
+    data = [(torch.randn(5, 4).bfloat16(), torch.randint(3, (5,))) for _ in range(torch.distributed.get_world_size())]
+    ours = fit(lp.KFAC(fully_shard(own), "classification"), [data[rank]])
+    expected = lp.KFAC(alone, "classification").fit(data)
+    assert {block.dtype for _, block in ours.state.curvature} == {torch.float32}
+    with together(ours):
+        for posterior in (ours, expected):
+            posterior.fit_prior_precision("marginal_likelihood")
+        close(ours.prior_precision, expected.prior_precision, 1e-6)
+        found = ours.predictive(data[rank][0]).mean
+    close(found, expected.predictive(data[rank][0]).mean, 1e-6)
 
 
 @wrapped
