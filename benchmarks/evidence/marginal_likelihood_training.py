@@ -1,25 +1,30 @@
 """Training by the marginal likelihood beside the same training with the usual weight decay, on Fashion-MNIST.
 
-python benchmarks/evidence/marginal_likelihood_training.py --data DIR --output PREFIX
+python benchmarks/evidence/marginal_likelihood_training.py --data DIR --output PREFIX --networks "[mlp, cnn, resnet]"
 python benchmarks/evidence/marginal_likelihood_training.py --config configs/marginal_likelihood_fashion.yaml --data DIR
 
 writes PREFIX.json and PREFIX.md. Network, initial weights, minibatches, optimiser, learning rates and number of epochs
 are the same for both; they differ in where the weight decay comes from. ``--evaluate validation`` scores on training
-images that nothing is trained on, for choosing settings.
+images that nothing is trained on, for choosing settings. Networks and seeds whose results PREFIX.json holds already are
+not trained again.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from data import images
 from jsonargparse import CLI
+from networks import fixup
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,6 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_plus as lp
 from laplace_plus.metrics import expected_calibration_error
 from laplace_plus.predictive import from_functional
+
+APART = ("data", "output", "progress", "seeds", "networks")
+"""Arguments by which rows of one file may differ."""
 
 MEAN, STD = 0.2860, 0.3530  # of the training images' pixels
 
@@ -45,6 +53,34 @@ def lenet() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(96, 10),
     )
+
+
+def mlp() -> nn.Sequential:
+    """One hidden layer of 128 ReLU units, 101 770 weights."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def cnn() -> nn.Sequential:
+    """Two convolutions of stride two and two dense layers with ReLU, 52 266 weights."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, 2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(784, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "lenet": lenet,
+    "resnet": functools.partial(fixup, ((8, 16, 2), (16, 16, 1))),
+}
+"""By name; the residual network has two Fixup blocks of 16 channels, and no normalisation."""
 
 
 def parts(folder: Path, n_train: int, evaluate: str, seed: int) -> tuple[TensorDataset, tuple[Tensor, Tensor]]:
@@ -80,7 +116,8 @@ class Bench:
         """All numbers of one seed."""
         chosen = self.settings
         train, (x, y) = parts(self.data, chosen["n_train"], chosen["evaluate"], seed)
-        result: dict[str, Any] = {"seed": seed}
+        result: dict[str, Any] = {"network": chosen["network"], "seed": seed}
+        result["n_parameters"] = sum(p.numel() for p in self.start(train, seed)[0].parameters())
         for decay in chosen["weight_decays"]:
             start = time.process_time()
             model = self.usual(train, decay, seed)
@@ -97,7 +134,7 @@ class Bench:
             "nats": list(trained.evidences),
             "kept_epoch": trained.epoch,
             "prior_precisions": dict(
-                zip(trained.posterior.layer_names, trained.posterior.prior_precision.expand(4).tolist(), strict=True)
+                zip(trained.posterior.prior_groups.names, trained.posterior.prior_precision.tolist(), strict=True)
             ),
         }
         return result
@@ -106,7 +143,7 @@ class Bench:
         """The initial network and the minibatches of a seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = lenet().to(self.device)
+            model = NETWORKS[self.settings.get("network", "lenet")]().to(self.device)
         shuffling = torch.Generator().manual_seed(seed)
         return model, DataLoader(train, self.settings["batch_size"], shuffle=True, generator=shuffling)
 
@@ -153,6 +190,8 @@ class Bench:
             hyper_steps=chosen["hyper_steps"],
             hyper_lr=chosen["hyper_lr"],
             early_stopping=chosen["early_stopping"],
+            backend=lp.Native(chosen["curvature"]),
+            generator=torch.Generator(self.device).manual_seed(seed),
             curvature_loader=DataLoader(train, 500),
             progress=chosen["progress"],
         )
@@ -184,17 +223,42 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return tensor.mean().item(), error
 
 
+def rows_of(result: dict[str, Any]) -> list[str]:
+    """The names of what was trained and predicted."""
+    return [name for name in result if name not in ("network", "n_parameters", "seed", "evidence")]
+
+
 def table(results: list[dict[str, Any]]) -> list[str]:
-    """Rows of Markdown."""
-    lines = ["| training and prediction | accuracy ↑ | NLL ↓ | ECE ↓ | CPU s |", "|---|---|---|---|---|"]
-    for name in [name for name in results[0] if name not in ("seed", "evidence")]:
+    """Rows of Markdown, for one network; differences are those of the same seeds."""
+    best = min(
+        (name for name in rows_of(results[0]) if name.startswith("weight decay")),
+        key=lambda name: sum(result[name]["nll"] for result in results),
+    )
+    lines = [
+        f"| training and prediction | accuracy ↑ | NLL ↓ | NLL less that of {best.split(',')[0]} | ECE ↓ | CPU s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in rows_of(results[0]):
+        apart = [{**result[name], "apart": result[name]["nll"] - result[best]["nll"]} for result in results]
         cells = []
-        for metric, digits in (("accuracy", 4), ("nll", 4), ("ece", 4)):
-            mean, error = mean_and_error([result[name][metric] for result in results])
-            cells.append(f"{mean:.{digits}f} ± {error:.{digits}f}")
-        seconds = [result[name]["cpu_seconds"] for result in results if "cpu_seconds" in result[name]]
+        for metric in ("accuracy", "nll", "apart", "ece"):
+            mean, error = mean_and_error([own[metric] for own in apart])
+            cells.append(f"{mean:.4f} ± {error:.4f}" if metric != "apart" or name != best else "")
+        seconds = [own["cpu_seconds"] for own in apart if "cpu_seconds" in own]
         cells.append(f"{sum(seconds) / len(seconds):.0f}" if seconds else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def evidences(results: list[dict[str, Any]]) -> list[str]:
+    """What became of the evidence and of the precisions, for one network."""
+    lines = ["| seed | first | last | greatest, kept | after epoch | precisions |", "|---|---|---|---|---|---|"]
+    for result in results:
+        evidence = result["evidence"]
+        precisions = ", ".join(f"{value:.3g}" for value in evidence["prior_precisions"].values())
+        nats = evidence["nats"]
+        row = [result["seed"], *(f"{value:.0f}" for value in (nats[0], nats[-1], max(nats))), evidence["kept_epoch"]]
+        lines.append("| " + " | ".join(map(str, [*row, precisions])) + " |")
     return lines
 
 
@@ -209,37 +273,34 @@ def write(output: Path, settings: dict[str, Any], results: list[dict[str, Any]])
     text = [
         "# Training by the marginal likelihood, Fashion-MNIST",
         "",
-        f"A LeNet of 42 038 weights trained on {settings['n_train']} images, scored on {where}; mean ± standard error"
-        f" over {len(results)} seeds, each with its own training images, initial weights and minibatches. All rows of a"
-        " seed share these, and SGD with Nesterov momentum 0.9, cosine learning rates and the number of epochs.",
-        "",
-        *table(results),
-        "",
-        f"Settings: {chosen}. torch {versions['torch']}.",
-        "",
-        "Evidence in nats after the updates of the hyperparameters, and the prior precisions of the layers at the end:",
-        "",
-        "| seed | first | last | greatest, kept | after epoch | precisions |",
-        "|---|---|---|---|---|---|",
+        f"Networks trained on {settings['n_train']} images, scored on {where}; mean ± standard error over seeds, each"
+        " with its own training images, initial weights and minibatches. All rows of a seed share these, and SGD with"
+        " Nesterov momentum 0.9, cosine learning rates and the number of epochs. Differences are paired, and from the"
+        f" weight decay that is best on the {where}.",
     ]
-    for result in results:
-        evidence = result["evidence"]
-        precisions = ", ".join(f"{value:.3g}" for value in evidence["prior_precisions"].values())
-        nats = evidence["nats"]
-        row = [result["seed"], *(f"{value:.0f}" for value in (nats[0], nats[-1], max(nats))), evidence["kept_epoch"]]
-        text.append("| " + " | ".join(map(str, [*row, precisions])) + " |")
+    for network in dict.fromkeys(result["network"] for result in results):
+        own = [result for result in results if result["network"] == network]
+        text += ["", f"## {network}, {own[0]['n_parameters']} weights, {len(own)} seeds", "", *table(own)]
+        text += [
+            "",
+            "Evidence in nats after the updates of the hyperparameters, and each layer's precision at the end:",
+        ]
+        text += ["", *evidences(own)]
+    text += ["", f"Settings: {chosen}. torch {versions['torch']}."]
     output.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 
 def main(
     data: Path,
     output: Path = Path("benchmarks/results/marginal-likelihood-training"),
+    networks: tuple[str, ...] = ("lenet",),
     n_train: int = 5000,
     epochs: int = 40,
     batch_size: int = 100,
     learning_rate: float = 0.02,
     weight_decays: tuple[float, ...] = (5e-4, 5e-3, 0.0),
     posterior: str = "KFAC",
+    curvature: str = "ggn",
     structure: str = "layerwise",
     prior_precision: float = 1.0,
     temperature: float = 1.0,
@@ -253,15 +314,20 @@ def main(
     device: str = "cpu",
     progress: bool = False,
 ) -> None:
-    """Train both ways for all seeds, and write down what comes out."""
-    settings = {name: value for name, value in locals().items() if name not in ("data", "output", "progress", "seeds")}
+    """Train both ways for all networks and seeds, and write down what comes out."""
+    settings = {name: value for name, value in locals().items() if name not in APART}
     settings["weight_decays"] = list(weight_decays)
-    bench = Bench(data, device, {**settings, "progress": progress})
-    results = []
-    for seed in seeds:
-        results.append(bench.run(seed))
+    path = output.with_suffix(".json")
+    document = json.loads(path.read_text()) if path.exists() else {"settings": settings, "results": []}
+    if document["settings"] != settings:
+        raise SystemExit(f"{path} has other settings: {document['settings']}")
+    results = document["results"]
+    for network, seed in itertools.product(networks, seeds):
+        if any((result["network"], result["seed"]) == (network, seed) for result in results):
+            continue
+        results.append(Bench(data, device, {**settings, "network": network, "progress": progress}).run(seed))
         write(output, settings, results)
-        print("\n".join(table(results)), flush=True)  # noqa: T201
+        print(network, seed, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

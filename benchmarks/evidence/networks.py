@@ -7,7 +7,7 @@ normalisation would have no effect and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,19 @@ class _Pool(nn.Module):
         return x.mean((2, 3))
 
 
-def cnn() -> nn.Module:
-    """Convolutions only, each followed by batch normalisation, then a dense head."""
+def cnn(
+    widths: Sequence[int] = (1, 12, 24, 36, 44, 52),
+    strides: Sequence[int] = (2, 2, 1, 1, 2),
+    *,
+    normalised: bool = True,
+) -> nn.Module:
+    """Convolutions only, each followed by batch normalisation or with a bias instead, then a dense head."""
     layers: list[nn.Module] = []
-    widths = (1, 12, 24, 36, 44, 52)
-    for inputs, outputs, stride in zip(widths, widths[1:], (2, 2, 1, 1, 2), strict=False):
-        layers += [_convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()]
+    for inputs, outputs, stride in zip(widths[:-1], widths[1:], strides, strict=True):
+        if normalised:
+            layers += [_convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()]
+        else:
+            layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.ReLU()]
     return nn.Sequential(*layers, _Pool(), nn.Linear(widths[-1], 10))
 
 
@@ -85,10 +92,11 @@ SHAPES = ((12, 27, 2), (27, 27, 1), (27, 37, 2))
 """Inputs, outputs and stride of the residual blocks."""
 
 
-def resnet() -> nn.Module:
+def resnet(shapes: Sequence[tuple[int, int, int]] = SHAPES) -> nn.Module:
     """Residual blocks with batch normalisation behind each convolution."""
-    stem = [_convolution(1, 12, 2), nn.BatchNorm2d(12), nn.ReLU()]
-    return nn.Sequential(*stem, *(_Residual(*shape) for shape in SHAPES), _Pool(), nn.Linear(SHAPES[-1][1], 10))
+    first, last = shapes[0][0], shapes[-1][1]
+    stem = [_convolution(1, first, 2), nn.BatchNorm2d(first), nn.ReLU()]
+    return nn.Sequential(*stem, *(_Residual(*shape) for shape in shapes), _Pool(), nn.Linear(last, 10))
 
 
 def preresnet() -> nn.Module:
@@ -99,13 +107,13 @@ def preresnet() -> nn.Module:
     )
 
 
-def fixup() -> nn.Module:
+def fixup(shapes: Sequence[tuple[int, int, int]] = SHAPES) -> nn.Module:
     """The residual network without normalisation, in Fixup's initialisation and parameters."""
-    blocks, width = [_Fixup(*shape, depth=len(SHAPES)) for shape in SHAPES], SHAPES[-1][1]
+    blocks, width = [_Fixup(*shape, depth=len(shapes)) for shape in shapes], shapes[-1][1]
     head = nn.Linear(width, 10)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    return nn.Sequential(nn.Conv2d(1, 12, 3, 2, 1), nn.ReLU(), *blocks, _Pool(), head)
+    return nn.Sequential(nn.Conv2d(1, shapes[0][0], 3, 2, 1), nn.ReLU(), *blocks, _Pool(), head)
 
 
 class _Attention(nn.Module):

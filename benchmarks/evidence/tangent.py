@@ -84,10 +84,21 @@ def nll(model: nn.Module, data: Data) -> float:
     return sum(sums) / len(data[1])
 
 
-def trained(name: str, seed: int, data: Data, validation: Data, *, epochs: int = 40, patience: int = 5) -> nn.Module:
-    """Adam without weight decay; the weights of least validation NLL, once ``patience`` epochs were worse."""
+def trained(
+    make: Callable[[], nn.Module],
+    seed: int,
+    data: Data,
+    validation: Data,
+    *,
+    epochs: int = 40,
+    patience: int | None = 5,
+) -> nn.Module:
+    """Adam without weight decay; the weights of least validation NLL, once ``patience`` epochs were worse.
+
+    Without ``patience`` the last weights.
+    """
     torch.manual_seed(seed)
-    model = NETWORKS[name]()
+    model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     best, state, since = float("inf"), model.state_dict(), 0
     for _ in range(epochs):
@@ -97,13 +108,16 @@ def trained(name: str, seed: int, data: Data, validation: Data, *, epochs: int =
             optimizer.zero_grad()
             functional.cross_entropy(model(data[0][chunk]), data[1][chunk]).backward()
             optimizer.step()
+        if patience is None:
+            continue
         value, since = nll(model.eval(), validation), since + 1
         if value < best:
             best, since = value, 0
             state = {key: entry.clone() for key, entry in model.state_dict().items()}
         if since == patience:
             break
-    model.load_state_dict(state)
+    if patience is not None:
+        model.load_state_dict(state)
     return model.eval()
 
 
@@ -114,7 +128,7 @@ def weights_of(name: str, seed: int, train: Data, validation: Data, cache: Path)
         model = NETWORKS[name]()
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
-    model = trained(name, seed, train, validation)
+    model = trained(NETWORKS[name], seed, train, validation)
     cache.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), path)
     return model
