@@ -83,8 +83,8 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     gradients in all trainable weights. Positions of an example count as rows of their own. Draws have a fixed seed.
 
     Args:
-        posterior: A fitted Gaussian posterior of a regression, which is not changed.
-        data: The training data; by default the loaders of the fit.
+        posterior: A fitted posterior of a regression, which is not changed.
+        data: The training data; by default the loaders of the fit. Only a Gaussian posterior knows them again.
 
     Raises:
         UnsupportedError: A likelihood without Gaussian noise.
@@ -100,21 +100,25 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         >>> bool(estimate.residual_std < estimate.noise_std < estimate.target_std), estimate.problem
         (True, '')
     """
-    model, network = posterior.laplace_model(), posterior.network
-    likelihood = model.likelihood
+    network, likelihood = posterior.network, posterior.likelihood
     if not likelihood.is_gaussian:
         raise UnsupportedError("There is no noise to estimate.", expected="lp.Gaussian", got=repr(likelihood))
     given, data = data, posterior.training_data.again(data, "Noise from residuals passes over the training data.")
-    errors, counts = model.statistics.double().chunk(2)
-    fitted, parts = FittedData(model, network, posterior.n_data), []
+    model = posterior.laplace_model() if hasattr(posterior, "laplace_model") else None
+    fitted = None if model is None else FittedData(model, network, posterior.n_data)
+    sums, parts = torch.zeros(()), []
     with exact_arithmetic(network):
         for batch in iterate(data, device=network.device, progress=False):
             outputs = network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
-            fitted.add(outputs, batch.target)
+            sums = sums + likelihood.statistics(outputs, batch.target).cpu()
+            if fitted is not None:
+                fitted.add(outputs, batch.target)
             _, target, weight = likelihood.rows(outputs.double(), batch.target)
             parts.append((target.nan_to_num(), weight[:, None] * likelihood.observed(target)))
-    fitted.check(strict=given is not None)
+    if fitted is not None:
+        fitted.check(strict=given is not None)
+    errors, counts = sums.double().chunk(2)
     targets, share = (torch.cat(column) for column in zip(*parts, strict=True))  # y and weights, [n, C]
     groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,9 +103,6 @@ def by_settings(tuner: Any, posterior: Tunable, *, progress: bool, generator: to
 def _stand_ins(own: Any, data: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Training data with residuals as large as those of new data; the noise of ``own`` becomes that of these."""
     network, likelihood = own.network, own.likelihood
-    batches = iterate(data, device=network.device)
-    sums = sum(likelihood.statistics(network.forward(batch.inputs), batch.target).cpu() for batch in batches)
-    own.laplace_model = lambda: SimpleNamespace(likelihood=likelihood, statistics=sums)  # all that is asked of it
     found, made = noise_from_residuals(own), []
     own.noise_std = found.noise_std
     ratio = found.noise_std / found.residual_std.clamp_min(torch.finfo(found.residual_std.dtype).eps)
