@@ -1,6 +1,6 @@
 """Function space: `lp.LowRank` with a Nyström basis beside ELLA of laplace-torch, on the same networks.
 
-    python benchmarks/uses/function_space.py --data DATA --rows rows.jsonl --page benchmarks/results/function-space-cpu.md
+    python benchmarks/uses/function_space.py --data DATA --rows ROWS --page benchmarks/results/function-space-cpu.md
 
 Needs `pip install laplace-torch` for the rows of ELLA, and a folder with idx files of Fashion-MNIST and the table of
 energy for two of the tasks. Rows that the file has are not measured again. CPU seconds of one thread.
@@ -103,10 +103,15 @@ def nll(mean: Tensor, variance: Tensor | None, y: Tensor) -> float:
     return float(0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi)).mean())
 
 
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+def timed(function: Callable[..., Any], *values: Any, **named: Any) -> tuple[Any, float]:
     """What it returns, and CPU seconds."""
     start = time.process_time()
-    return function(), time.process_time() - start
+    return function(*values, **named), time.process_time() - start
+
+
+def predicted(function: Callable[..., Any], x: Tensor, **named: Any) -> list[Any]:
+    """Batch by batch."""
+    return [function(part, **named) for part in x.split(BATCH)]
 
 
 def ours(model: nn.Module, parts: list[Part], kind: str, noise: float, cls: Any, **options: Any) -> Iterator[Any]:
@@ -117,11 +122,11 @@ def ours(model: nn.Module, parts: list[Part], kind: str, noise: float, cls: Any,
     for tuner in ("validation", "evidence"):
         if cls is lp.LowRank:
             options["remainder_probes"] = 0 if tuner == "validation" else 8
-        posterior, fit = timed(lambda: cls(model, likelihood, **options).fit(train))
+        posterior, fit = timed(cls(model, likelihood, **options).fit, train)
         arguments = {"data": validation, "grid": GRID, **link} if tuner == "validation" else {}
         name = tuner if tuner == "validation" else "marginal_likelihood"
-        tune = timed(lambda: posterior.fit_prior_precision(name, tune_noise=False, **arguments))[1]
-        found, predict = timed(lambda: [posterior.predictive(part, **link) for part in x.split(BATCH)])
+        tune = timed(posterior.fit_prior_precision, name, tune_noise=False, **arguments)[1]
+        found, predict = timed(predicted, posterior.predictive, x, **link)
         mean = torch.cat([one.mean for one in found])
         variance = torch.cat([one.variance for one in found]) if kind == "regression" else None
         yield tuner, [nll(mean, variance, y), fit, tune, predict]
@@ -137,10 +142,10 @@ def ella(model: nn.Module, parts: list[Part], kind: str, noise: float, rank: int
     train, validation, (x, y) = *map(loader, parts[:2]), parts[2]
     names: dict[str, Any] = {"subset_of_weights": "all", "hessian_structure": "gp"}
     theirs = Laplace(model, kind, functional_approximation="nystrom", **names, **options)
-    fit = timed(lambda: theirs.fit(train))[1]
-    tune = timed(lambda: theirs.optimize_hyperparameters(validation, GRID))[1]
+    fit = timed(theirs.fit, train)[1]
+    tune = timed(theirs.optimize_hyperparameters, validation, GRID)[1]
     options = {"link_approx": "probit"} if kind == "classification" else {}
-    found, predict = timed(lambda: [theirs(part, pred_type="gp", **options) for part in x.split(BATCH)])
+    found, predict = timed(predicted, theirs, x, pred_type="gp", **options)
     if kind == "classification":
         yield "validation", [nll(torch.cat(found), None, y), fit, tune, predict]
     else:
