@@ -144,7 +144,9 @@ class ExampleGradients(ABC):
             values = times(values.movedim(-1, 2), left).movedim(2, -1).contiguous()
         elif left is not None:
             values = left.to(values.dtype).mT @ values
-        return DenseGradients(values if right is None else values @ right.to(values.dtype))
+        if right is None:
+            return DenseGradients(values)
+        return DenseGradients(values @ (right[0] if len(right) == 1 else right).to(values.dtype))
 
     def project(self, matrices: Tensor) -> Tensor:
         """Inner products ``⟨P_vn, U_r⟩`` with some matrices ``U [r, G, o, i]``, ``[V, B, r]``."""
@@ -252,22 +254,30 @@ class OuterGradients(ExampleGradients):
         if right is None:
             return super().in_basis(left, right)
         dtype = torch.promote_types(self.dtype, right.dtype)
-        if self.n_positions > self.shape[2]:  # written matrices take less memory than their left sides
-            values = [self.in_dtype(dtype).dense(examples) for examples in self.side_chunks()]
-            return DenseGradients(torch.cat(values, 1)).in_basis(left, right)
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
             rows, columns = self.left(_EVERY).to(dtype), self.right(_EVERY).to(dtype)
             return OuterGradients(times(columns, right), rows if left is None else times(rows, left))
+        # Matrices take fewer operations than a side with more positions than they have vectors, and less memory.
+        left_first, right_first = (
+            self.n_positions <= self.shape[2],
+            self.n_positions <= self.n_cotangents * self.shape[1],
+        )
 
         def expand_right(raw: Tensor) -> Tensor:
-            return times(self.expand_right(raw).to(dtype), right)
+            rows = self.expand_right(raw).to(dtype)
+            return times(rows, right) if right_first else rows
 
         def expand_left(raw: Tensor) -> Tensor:
             rows = self.expand_left(raw).to(dtype)
-            return rows if left is None else times(rows, left)
+            return times(rows, left) if left_first and left is not None else rows
 
         sizes = (self.n_positions, max(self.right_shape[0], len(right)), right.shape[2])
-        return OuterGradients(self.raw_right, self.raw_left, expand_right, expand_left, dtype, right_sizes=sizes)
+        sizes = sizes if right_first else self.right_sizes
+        sides = OuterGradients(self.raw_right, self.raw_left, expand_right, expand_left, dtype, right_sizes=sizes)
+        if left_first and right_first:
+            return sides
+        values = torch.cat([sides.dense(examples) for examples in sides.side_chunks()], 1)
+        return DenseGradients(values).in_basis(None if left_first else left, None if right_first else right)
 
     def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:
         """Slices whose sides and so many bytes for each are of bounded size."""
@@ -276,13 +286,26 @@ class OuterGradients(ExampleGradients):
         return slices(self.n_examples, max(each, bytes_each), _SIDES, self.device)
 
     @override
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        for some in self.side_chunks():  # sides are rotated for more examples than matrices are written out
+            sides = OuterGradients(self.right(some), self.left(some), compute_dtype=self.dtype)
+            for own in slices(sides.n_examples, self.bytes_each(), _WRITTEN, self.device):
+                yield slice(some.start + own.start, some.start + own.stop), sides.dense(own)
+
+    @override
     def dense(self, examples: slice) -> Tensor:
         left, right = self.left(examples), self.right(examples)
         if self.n_positions == 1:
             return left.squeeze(2).unsqueeze(-1) * right.squeeze(1).unsqueeze(-2)
-        if right.shape[2] == 1:  # one product for all groups
-            return (left.flatten(3).mT @ right.squeeze(2)).unflatten(2, left.shape[3:])
-        return torch.einsum("vbsgo,bsgi->vbgoi", left, right)
+        if right.shape[2] > 1:
+            return torch.einsum("vbsgo,bsgi->vbgoi", left, right)
+        # One product for all groups and cotangents, for which torch would copy the right side, as the left one lies.
+        if left.stride(-1) == 1:
+            rows = left.permute(1, 2, 0, 3, 4).flatten(2).mT
+        else:
+            rows = left.permute(1, 0, 3, 4, 2).flatten(1, 3)
+        values = rows @ right.squeeze(2)  # [b, V·G·o, i]
+        return values.unflatten(1, (len(left), *left.shape[3:])).transpose(0, 1)
 
     @override
     def total(self) -> Tensor:
