@@ -55,6 +55,7 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"laplace_plus {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -64,15 +65,22 @@ html_copy_source = False
 html_math_renderer = "mathml"
 
 
+def mathml(tex: str, as_block: bool) -> str:
+    """The formula, with a thin space behind names of functions, which docutils leaves out."""
+    return tex2mathml(tex, as_block=as_block).replace(
+        "&ApplyFunction;</mo>", '&ApplyFunction;</mo><mspace width="0.16em"/>'
+    )
+
+
 def inline_math(translator: HTML5Translator, node: nodes.math) -> None:
     """Formulas are MathML, which browsers draw themselves: pages ask nothing of the network."""
-    translator.body.append(tex2mathml(node.astext(), as_block=False))
+    translator.body.append(mathml(node.astext(), False))
     raise nodes.SkipNode
 
 
 def displayed_math(translator: HTML5Translator, node: nodes.math_block) -> None:
     """As for formulas in a line."""
-    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    translator.body.append(f'<div class="math">{mathml(node.astext(), True)}</div>')
     raise nodes.SkipNode
 
 

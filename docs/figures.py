@@ -50,7 +50,7 @@ PICTURES = {  # of notebooks: which of its pictures, and the part of it (left, t
     "metric_bnn": (0, (0, 0, 1, 0.46)),
     "null_space": (0, (0, 0, 1, 0.59)),
     "pde": (0, (0, 0, 1, 0.47)),
-    "pruning": (0, (0, 0, 1, 0.81)),
+    "pruning": (0, (0, 0, 1, 1)),
     "regression": (1, (0, 0, 1, 0.82)),
     "riemannian": (0, (0, 0, 1, 0.82)),
     "spatial_field": (0, (0, 0, 1, 0.63)),
@@ -196,8 +196,8 @@ def tokens() -> Figure:
     alphabet = torch.arange(26)
     vowel = torch.isin(alphabet, torch.tensor([0, 4, 8, 14, 20])).long()
     model = nn.Sequential(nn.Embedding(26, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-    ids = torch.randint(0, 20, (60, 8))  # letters from a to t
-    model = trained(model, ids, vowel[ids], lambda f, y: nn.functional.cross_entropy(f.mT, y), 150)
+    ids = torch.randint(0, 20, (600, 8))  # letters from a to t
+    model = trained(model, ids, vowel[ids], lambda f, y: nn.functional.cross_entropy(f.mT, y), 60)
     posterior = lp.KFAC(model, "classification").fit([(ids, vowel[ids])]).fit_prior_precision("marginal_likelihood")
     words = "bayesian", "laplacex", "curvatur"
     doubt = posterior.predictive(torch.tensor([[ord(c) - 97 for c in word] for word in words])).mutual_information()
@@ -236,12 +236,13 @@ def tables() -> Figure:
 
 
 def reliability(panel: Axes, shares: dict[str, Tensor], labels: Tensor, least: int = 10) -> None:
-    """Accuracy against confidence of a network and its posterior, in tenths that have enough predictions."""
+    """Accuracy and its standard error by confidence, of a network and its posterior, in tenths that have enough."""
     for (name, share), color in zip(shares.items(), ("#d55e00", "#0072b2"), strict=True):
         confidence, right = share.max(1).values, (share.argmax(1) == labels).float()
         bins = [part for part in ((confidence * 10).long() == k for k in range(3, 11)) if part.sum() >= least]
         points = [(confidence[part].mean(), right[part].mean()) for part in bins]
-        panel.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+        errors = [(share * (1 - share) / part.sum()).sqrt() for (_, share), part in zip(points, bins, strict=True)]
+        panel.errorbar(*zip(*points, strict=True), errors, fmt="o-", color=color, label=name)
     panel.plot([0.3, 1], [0.3, 1], "--", color="#707070", linewidth=1)
     panel.set(title="reliability", xlabel="confidence", ylabel="accuracy")
 
@@ -257,13 +258,14 @@ def image_classifier() -> Figure:
     layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 32), nn.ReLU(), nn.Linear(32, 8)
     model = trained(nn.Sequential(*layers), x[:500], y[:500], nn.functional.cross_entropy, 60)
     posterior = lp.KFAC(model, "classification").fit([(x[:500], y[:500])]).fit_prior_precision()
+    new, labels = x[1000:], y[1000:]
     figure = Figure(figsize=(5.4, 3.1), layout="constrained")
     left, right = figure.subplots(1, 2)
-    shares = {"network": model(x[500:]).detach().softmax(1), "posterior": posterior.predictive(x[500:]).mean}
-    reliability(left, shares, y[500:])
+    shares = {"network": model(new).detach().softmax(1), "posterior": posterior.predictive(new).mean}
+    reliability(left, shares, labels)
     for (name, share), color in zip(shares.items(), ("#d55e00", "#0072b2"), strict=True):
         order = share.max(1).values.argsort(descending=True)
-        wrong = (share.argmax(1) != y[500:])[order].float()
+        wrong = (share.argmax(1) != labels)[order].float()
         answered = torch.arange(1, len(wrong) + 1)
         right.plot(answered[50:] / len(wrong), (wrong.cumsum(0) / answered)[50:], color=color, label=name)
     right.set(title="error of what is answered", xlabel="share answered")
@@ -445,15 +447,16 @@ def graphs() -> Figure:
     network = GraphNetwork(model)
     posterior = lp.KFAC(network, "classification").fit(GraphLoader(data, network, mask="train_mask"))
     prediction = posterior.fit_prior_precision().predictive(network.inputs(data))
-    places, rims = networkx.spring_layout(graph, seed=1, iterations=200), ["black" if k else "#a0a0a0" for k in mask]
+    places = networkx.spring_layout(graph, seed=1, iterations=200)
     figure = Figure(figsize=(5.4, 3.0), layout="constrained")
     doubt = prediction.mutual_information()[0]
     columns = {"probability of class 1": prediction.mean[0, :, 1], "mutual information": doubt}
     for k, (panel, (name, values)) in enumerate(zip(figure.subplots(1, 2), columns.items(), strict=True)):
-        style = {"cmap": "Blues" if k else "RdYlBu_r", "vmin": 0, "vmax": None if k else 1, "edgecolors": rims}
+        style = {"cmap": "Blues" if k else "RdYlBu_r", "vmin": 0, "vmax": None if k else 1, "edgecolors": "black"}
+        style["linewidths"] = [1.8 if known else 0.4 for known in mask]
         networkx.draw_networkx_edges(graph, places, ax=panel, edge_color="#c8c8c8", width=0.7)
         shown = panel.scatter(*zip(*(places[i] for i in range(60)), strict=True), c=values, s=32, zorder=3, **style)
-        panel.set(title=name, xticks=[], yticks=[], xlabel="" if k else "black rim: in training")
+        panel.set(title=name, xticks=[], yticks=[], xlabel="" if k else "bold rim: in training")
         panel.spines[:].set_visible(False)
         figure.colorbar(shown, ax=panel, location="bottom", aspect=30)
     return figure

@@ -242,7 +242,11 @@ def test_verdicts():
     assert "refusing 1 in" in helps
     assert "tuned" not in helps  # the precision was given
     none = lp.evaluate(posterior, data, link="network").verdict
-    assert none.startswith("It does not help here: no score differs")
+    assert none.startswith("It does not help here: within two standard errors the network has the same accuracy, NLL")
+    strange = lp.evaluate(posterior, data, other=[4 * data[0][0]])
+    assert ("unfamiliar data look less uncertain" in strange.verdict) == (strange["ood_auroc"].value < 0.5)
+    assert "unfamiliar data look less uncertain" in strange.verdict
+    assert not lp.applications.evaluation.Score(1.0, 0.1, 1.0, 0.1, 5e-5, 1e-6).differs
     x, _ = data[0]
     certain = [(x, model(x).argmax(1))]
     assert lp.evaluate(posterior, certain).verdict.startswith("It does harm here: the posterior predicts worse by")

@@ -173,7 +173,7 @@ def abstain(
             f"These rows cannot show that some are accepted at a risk of {risk:g}.",
             expected=f"risk ≥ {math.ceil(1e4 * reached) / 1e4:g}, for these rows and a confidence of {confidence:g}",
             got=f"risk={risk:g}, and {n} rows that count, with a mean loss of {float(losses[counts].mean()):.3g}",
-            fix=f"Take more rows, {math.ceil(math.log(level) / math.log1p(-risk))} at the least, or a larger risk.",
+            fix=f"Take a larger risk, or more rows: {math.ceil(math.log(level) / math.log1p(-risk))} if none errs.",
         )
     refused, limit, name = found[0]
     return AbstentionRule(copy.copy(model), name, limit, risk, confidence, control, allowed, refused, n)

@@ -76,8 +76,8 @@ class Score(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is more than two standard errors, and more than rounding."""
-        return abs(self.difference) > max(2 * self.difference_standard_error, 1e-6 * abs(self.value))
+        """Whether the difference is more than two standard errors, and than a ten-thousandth of the score."""
+        return abs(self.difference) > max(2 * self.difference_standard_error, 1e-4 * abs(self.value))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,13 +110,14 @@ class Report(Mapping[str, Score]):
     @property
     def verdict(self) -> str:
         """One sentence: which scores differ from the network's by more than two standard errors, and what follows."""
-        words: tuple[list[str], list[str]] = [], []
+        words: tuple[list[str], list[str], list[str]] = [], [], []
         for name, (title, sign, *phrases) in TITLES.items():
-            if phrases[0] and name in self and self[name].differs:
+            if phrases[0] and name in self:
                 gap, error = self[name].difference, self[name].difference_standard_error
-                words[gap * sign < 0].append(f"{phrases[gap * sign < 0]} by {with_error(abs(gap), error)} ({title})")
-        better, worse = map(", ".join, words)
-        found = "It does not help here: no score differs from the network's by more than two standard errors"
+                said = f"{phrases[gap * sign < 0]} by {with_error(abs(gap), error)} ({title})"
+                words[gap * sign < 0 if self[name].differs else 2].append(said if self[name].differs else title)
+        better, worse, same = map(", ".join, words)
+        found = f"It does not help here: within two standard errors the network has the same {same}"
         if better:
             found = f"The posterior {better}" + f", but {worse}" * bool(worse)
         elif worse:
@@ -129,6 +130,8 @@ class Report(Mapping[str, Score]):
             shares = shares[risks[torch.searchsorted(kept, 1 - 1 / shares.double())] <= risks[-1] / 2]
             what = "errors" if "right" in own else "squared errors"
             found += f"; refusing 1 in {int(shares[0])} halves the {what}" if len(shares) else ""
+        if "ood_auroc" in self and self["ood_auroc"].value < 0.5:  # noqa: PLR2004 - chance
+            found += "; unfamiliar data look less uncertain than familiar ones (OOD AUROC below ½)"
         return found + f"; {self.advice}" * bool(self.advice) + "."
 
     def table(self) -> list[list[str]]:
@@ -136,10 +139,9 @@ class Report(Mapping[str, Score]):
         *_, label = self.rows
         rows = [["", label, "network", "difference"][: 2 * len(self.rows)]]
         for name, own in self.items():
-            least, mark = 1e-6 * abs(own.value), " *" if own.differs else "  "
             pairs = zip(own[::2], own[1::2], ("", "", "+"), strict=True)
-            cells = [with_error(value, error, sign, least) for value, error, sign in pairs]
-            cells[2] += mark
+            cells = [with_error(value, error, sign, 1e-6 * abs(own.value)) for value, error, sign in pairs]
+            cells[2] += " *" if own.differs else "  "
             rows.append([title_of(name), *cells][: len(rows[0])])
         return rows
 
@@ -330,10 +332,8 @@ def _columns(
     likelihood.require_own_rows("Rows that depend on each other have no scores of their own.")
     targets, share = observed(prediction, likelihood, batch.target)
     density = prediction.log_prob(likelihood.separate(batch.target)[0]).flatten().double()
-    found, n = (
-        {"uncertainty": metrics.uncertainty(prediction), "weight": share.reshape(len(targets), -1).amax(1)},
-        len(targets),
-    )
+    found = {"uncertainty": metrics.uncertainty(prediction), "weight": share.reshape(len(targets), -1).amax(1)}
+    n = len(targets)
     if likelihood.is_classifier:
         given = None if sets is None else sets.predict_set(batch.inputs, generator=generator)
         found |= _classes(prediction, targets.nan_to_num(0).long(), density, level, given)

@@ -216,7 +216,7 @@ def _unsupported(why: str) -> UnsupportedError:
     return UnsupportedError(
         f"This posterior cannot be frozen: {why}.",
         expected="lp.KFAC, lp.Diagonal, lp.Full or lp.LowRank of a last layer, with a link in closed form",
-        fix='Fit lp.KFAC(model, ..., parameters="last_layer"), or serve posterior.predictive itself.',
+        fix='Fit lp.KFAC(model, ..., parameters="last_layer"), or lp.distill(posterior, inputs).',
     )
 
 
