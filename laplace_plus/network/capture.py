@@ -21,15 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch, tensors_in
 from laplace_plus.network.calls import Call, EmbeddingCall, LinearCall, ParameterRows
-from laplace_plus.network.moves import ALONG, FEW, INDEXING, MIXING, ORDERING, TELLING, UNSEEN
 from laplace_plus.network.network import Network
 from laplace_plus.network.recurrent import RECURRENT, written_out
 from laplace_plus.network.rules import PRODUCTS, RULES
@@ -67,9 +64,7 @@ _QUIET = "There is a performance drop|Full backward hook is firing"
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
-_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
-_NAME, _EDGE, _REQUIRES = attrgetter("name"), attrgetter("edge"), attrgetter("requires_grad")
+_NAME, _EDGE = attrgetter("name"), attrgetter("edge")
 _whole = lru_cache(4096)(partial(ParameterRows, count=None, start=0))
 
 
@@ -84,15 +79,13 @@ class _Recorder(TorchFunctionMode):
         uses: Names of all parameters in the order of their use.
         uncovered: Selected parameters with a use that no rule describes.
         tables: By the output's id, look-ups that may be the same for all examples, and the sums that they enter.
-        moves_rows: Whether rows may be moved in a way that depends on the inputs' values.
-        told: Values among the inputs, and others that depend on the inputs, by which Python code may go another way.
         cuts_off: Whether a parameter is used without derivatives, or something is detached.
         widest: Memory of the largest output of a function that has a derivative.
         whole: The parameters of a sharded network that the pass has used, by name: views of memory that is freed and
             filled again as layers run.
     """
 
-    def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], inputs: Any, keep_graph: bool):
+    def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
         super().__init__()
         self.wanted, self.keep_graph = wanted, keep_graph
         self.alive: list[Tensor] = list(parameters.values())
@@ -104,24 +97,9 @@ class _Recorder(TorchFunctionMode):
         self.uses: list[str] = []
         self.uncovered: set[str] = set()
         self.tables: dict[int, list[Any]] = {}
-        self.moves_rows = self.cuts_off = self.packed = False
-        self.told: list[Any] = []
+        self.cuts_off = self.packed = False
         self.widest = 0
         self.whole: dict[str, Tensor] = {}
-        # Ids of the inputs and of all that was computed from them; None where these cannot be told.
-        self.from_inputs: set[int] | None = set()
-        self.sizes = set[int]()  # of the inputs' first axes
-        for leaf in batches.leaves_of(inputs, apart=True):
-            if isinstance(leaf, (Tensor, PackedSequence)):
-                for tensor in tensors_in(leaf):
-                    self.from_inputs.add(id(tensor))
-                    self.sizes.update(tensor.shape[:1])
-                    self.sizes.discard(1)
-            elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-                self._note_told(leaf)
-            else:
-                self.from_inputs = None
-                break
 
     def find(self, value: Any) -> ParameterRows | None:
         """What a tensor is of which parameter; None for anything else."""
@@ -159,8 +137,6 @@ class _Recorder(TorchFunctionMode):
             self._note_use(func, used, args, kwargs, output)
         elif func in _DETACHING:
             self.cuts_off = self.cuts_off or any(tensor.requires_grad for tensor in tensors)
-        if not self.moves_rows:
-            self._note_moves(func, args, kwargs, tensors, output, made)
         if isinstance(output, Tensor) and output.requires_grad:
             self.widest = max(self.widest, output.nbytes)
         return output
@@ -232,60 +208,6 @@ class _Recorder(TorchFunctionMode):
                     place = like, output.shape, get_gradient_edge(output)
                 self.tables[id(tensor)].append(place)
 
-    def _note_moves(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]
-    ) -> None:
-        """Follow what depends on the inputs, and whether it may decide which rows go where."""
-        known = self.from_inputs
-        derived = (
-            tensors
-            if known is None
-            else [own for own in tensors if id(own) in known or (self.whole and self._is_passed_on(own))]
-        )
-        made = tensors_in(args[:1]) if output is None else made
-        if not derived:
-            if known:
-                known.difference_update(map(id, made))  # of tensors that are gone
-            return
-        if func in UNSEEN:
-            self.moves_rows = True
-        elif func in TELLING:
-            self._note_told(output)
-        elif not any(map(_REQUIRES, made)):
-            pass
-        elif func in INDEXING:
-            for tensor in tensors_in((args[1:], kwargs)):
-                is_known = known is None or id(tensor) in known
-                self.moves_rows = self.moves_rows or (is_known and tensor.dtype in _INTEGERS)
-            self.moves_rows = self.moves_rows or _cuts_rows(args)
-        elif func in ALONG:
-            axes = [item for item in tree_leaves((args[1:], kwargs)) if type(item) is int]
-            self.moves_rows = not axes or not {0, -derived[0].ndim}.isdisjoint(axes)
-        elif func in MIXING:
-            self.moves_rows = len(derived) > 1 and any(tensor.ndim <= 2 for tensor in derived)  # noqa: PLR2004
-        else:
-            self.moves_rows = func in ORDERING
-        for tensor in made:  # a matrix of pairs of examples
-            if tensor.dtype in _INTEGERS and tensor.ndim > 1 and any(tensor.shape.count(n) > 1 for n in self.sizes):
-                self.moves_rows = True
-        if known is not None:
-            known.update(map(id, made))
-
-    def _is_passed_on(self, tensor: Tensor) -> bool:
-        """Whether a tensor is what a layer of a sharded network gets in place of its input, which no mode sees."""
-        return type(tensor.grad_fn).__name__ == "RegisterPostBackwardFunctionBackward"
-
-    def _note_told(self, value: Any) -> None:
-        self.told.append(value)
-        self.moves_rows = self.moves_rows or len(self.told) > FEW or isinstance(value, float)
-
-
-def _cuts_rows(args: Any) -> bool:
-    """Whether an index takes some of the rows along the first axis by a list or a slice."""
-    index = args[1] if len(args) > 1 else None
-    first = index[0] if isinstance(index, tuple) and index else index
-    return isinstance(first, list) or (isinstance(first, slice) and first != slice(None))
-
 
 class Capture:
     """One forward pass of a batch, and the gradients to be had from it.
@@ -302,7 +224,7 @@ class Capture:
         uncovered: Selected parameters with some use that no rule describes.
         uses: Names of parameters in the order of their use.
         leaves: The selected parameters of this pass.
-        moves_rows, told, cuts_off: As of the recorder.
+        cuts_off: As of the recorder.
         frees: Whether the backward pass of a single cotangent frees the graph as it goes, for there is no other one.
         last_used: Name of the last parameter used that influences the outputs; set when the batch is examined.
     """
@@ -314,14 +236,14 @@ class Capture:
         self.leaves: dict[str, Tensor] = {}
         for name in network.parameter_names:
             self.leaves[name] = parameters[name].requires_grad_()
-        recorder = _Recorder(parameters, wanted, inputs, differentiable)
+        recorder = _Recorder(parameters, wanted, differentiable)
         with torch.enable_grad():
             arranged = network.arrange(batches.output_tensor(network.raw(inputs, parameters, recorder)))
         self.inputs, self.differentiable, self.frees, self._network = inputs, differentiable, False, network
         for name in self.leaves.keys() & recorder.whole.keys():
             self.leaves[name] = recorder.whole[name]
         self.uses, self.uncovered = recorder.uses, recorder.uncovered
-        self.moves_rows, self.told, self.cuts_off = recorder.moves_rows, recorder.told, recorder.cuts_off
+        self.cuts_off = recorder.cuts_off
         if recorder.tables:
             _place_tables(recorder.tables.values(), arranged)
         self.calls = recorder.calls

@@ -6,7 +6,7 @@ output of a call this says of every row which example it belongs to: its gradien
 Rows along an axis are tried first, then rows in another order. Where a row has no single example, the outputs of each
 example are differentiated by themselves; a parameter whose blocks still miss the invariant takes the general path.
 
-Batches are examined whenever rows are moved by the data, or else the first of each kind of shapes and of branches.
+Every batch is examined, or the first of its kind where the graph tells that each example stays by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from laplace_plus.errors import UnsupportedError, warn
 from laplace_plus.network.calls import FIRST, Call, ExampleAxis, ParameterRows, by_example
 from laplace_plus.network.capture import Capture, generic
+from laplace_plus.network.moves import places
 from laplace_plus.network.network import Network
 from laplace_plus.structured.gradients import ExampleGradients, OuterGradients
 
@@ -53,15 +54,19 @@ class Examined:
 
 def examined(network: Network, capture: Capture) -> Examined:
     """What is known about a batch, from the batch itself or from one like it."""
-    # What batches that need be examined once have in common: their calls, and how their sizes relate.
-    n = capture.n_examples
-    kind = [n == 1, capture.pointwise, frozenset(capture.uncovered), *capture.told]
-    for call in capture.calls:
-        kind += [type(call), call.rows, call.packed, len(call.output_shape)]
+    # What batches that need be examined once have in common: their calls, where examples lie, how sizes relate.
+    n, where, leaves = capture.n_examples, None, frozenset[int]()
+    if not capture.pointwise:
+        where, leaves = places(capture.graph_outputs, [call.edge for call in capture.calls])
+    is_alike = n == 1 or capture.pointwise or where is not None
+    reached = frozenset(name for name, leaf in capture.leaves.items() if id(leaf) in leaves)
+    kind = [n == 1, capture.pointwise, frozenset(capture.uncovered), reached]
+    for number, call in enumerate(capture.calls):
+        axis, outside, inside = (where and where[number]) or (-1, 1, 1)
+        kind += [type(call), call.rows, call.packed, len(call.output_shape), axis, outside == 1, inside == 1]
         for size in call.output_shape[:2] if n > 1 else ():
             kind += [size % n == 0, size == n]
     key = tuple(kind)
-    is_alike = n == 1 or not capture.moves_rows
     found = network.examined.get(key) if is_alike else None
     if found is None:
         found, is_certain = _examine(network, capture)

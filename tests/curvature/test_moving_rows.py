@@ -9,11 +9,13 @@ import pytest
 import torch
 from problems import batch_jacobian, relative_error
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import laplace_plus as lp
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.gradients import batch_gradients
+from laplace_plus.network.moves import places
 
 EXACT = 1e-10
 
@@ -236,6 +238,73 @@ def sort_values(h, key, layer):
     return layer(h.sort(0).values)
 
 
+# -- without any function that is about rows ---------------------------------------------------------------------------
+
+
+class Taken(torch.autograd.Function):
+    """Rows by an order, in an operation of the user's own."""
+
+    @staticmethod
+    def forward(ctx, h, order):
+        ctx.save_for_backward(order)
+        return h[order]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[ctx.saved_tensors[0].argsort()], None
+
+
+@move
+def own_function(h, key, layer):
+    order = sorted_by(key)
+    return Taken.apply(layer(Taken.apply(h, order)), order.argsort())
+
+
+@move
+def look_up(h, key, layer):
+    order = sorted_by(key)
+    return F.embedding(order.argsort(), layer(F.embedding(order, h)))
+
+
+@move
+def batched_product(h, key, layer):
+    matrix = torch.eye(len(h), dtype=h.dtype)[sorted_by(key)]
+    return torch.bmm(matrix.mT[None], layer(torch.bmm(matrix[None], h[None])[0])[None])[0]
+
+
+@move
+def first_row(h, key, layer):
+    h = torch.where((key < key[0])[:, None], h.select(0, 0), h)
+    return layer(torch.where((key > 4)[:, None], h[-1], h))
+
+
+@move
+def unbound(h, key, layer):
+    rows = layer(h)
+    swapped = torch.stack(rows.unbind()[::-1])
+    return torch.where((key != key.sort().values)[:, None], swapped, rows)
+
+
+@move
+def of_columns(h, key, layer):
+    rows = layer(h).mT
+    pooled = F.avg_pool1d(rows[None], 3, 1, 1)[0] + rows.kthvalue(1, -1, keepdim=True).values
+    return torch.where(key != key.sort().values, pooled, rows).mT
+
+
+@move
+def distances(h, key, layer):
+    rows = layer(h)
+    return rows + ((key > 4).to(h) * torch.cdist(rows, rows)).sum(1, keepdim=True)
+
+
+@move
+def attend_together(h, key, layer):
+    alone = torch.eye(len(h), dtype=h.dtype) * torch.where(key > 3, 0.0, 1e9)[:, None]
+    rows = layer(h)[None]
+    return F.scaled_dot_product_attention(rows, rows, rows, attn_mask=alone)[0]
+
+
 # -- against dense algebra ---------------------------------------------------------------------------------------------
 
 
@@ -327,6 +396,50 @@ def test_any_moves(seed):
     model = Net(tuple(draw.choices([*MOVES], k=depth)), tuple(draw.choices(KINDS, k=depth)), seed)
     batches = data((n, n, draw.choice([1, 2, 3, 7]), n), seed)
     check(model, batches, draw.choice(["all", "last_layer"]))
+
+
+def follow(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> object:
+    """Where the graph says that examples lie in the input of a function that makes outputs ``[B, …]``."""
+    h = torch.randn(shape, requires_grad=True) + 0
+    return places(function(h), [get_gradient_edge(h)])[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "place"),
+    [
+        (lambda h: h.transpose(0, 1).flatten(1), (3, 4, 2), (1, 1, 1)),
+        (lambda h: h.view(2, 4, 3).transpose(0, 1).reshape(4, 6), (8, 3), (0, 2, 1)),
+        (lambda h: (h.view(4, 6, 2) @ h.view(4, 2, 6)).softmax(-1).sum(2), (4, 3, 4), (0, 1, 1)),
+        (lambda h: F.conv1d(h.view(4, 1, 6), torch.ones(2, 1, 3)).amax(-1), (4, 6), (0, 1, 1)),
+        (lambda h: h[torch.arange(4), torch.tensor([1, 0, 2, 2])], (4, 3, 2), (0, 1, 1)),
+        (lambda h: torch.stack(h.unbind(0), 1)[:, -1], (3, 4, 2), (1, 1, 1)),
+        (lambda h: F.instance_norm(h), (4, 2, 5), (0, 1, 1)),
+        (lambda h: F.adaptive_avg_pool2d(h.to(memory_format=torch.channels_last), 1), (4, 5, 2, 2), (0, 1, 1)),
+    ],
+)
+def test_operations_that_leave_examples_by_themselves_are_followed(function, shape, place):
+    assert follow(function, shape) == [place]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda h: h[torch.tensor([1, 0, 2, 3])], (4, 3)),
+        (lambda h: h[torch.arange(4), torch.arange(4)[:, None]], (4, 4)),
+        (lambda h: h.view(2, 2, 3)[[1, 0]].view(4, 3), (4, 3)),
+        (lambda h: h.as_strided((4, 4), (1, 4)), (4, 4)),
+        (lambda h: h + h.mean(0), (4, 3)),
+        (lambda h: torch.eye(4) @ h, (4, 4)),
+        (lambda h: h @ h, (4, 4)),
+        (lambda h: F.conv1d(torch.ones(4, 2, 3), h), (4, 2, 3)),  # its weights are as many as examples
+        (lambda h: F.layer_norm(torch.ones(4, 4), (4,), h), (4,)),
+        (lambda h: F.batch_norm(torch.ones(4, 4), torch.zeros(4), torch.ones(4), h), (4,)),
+        (lambda h: h[None] * h[:, None], (4, 4)),
+        (lambda h: h[:, None, :].expand(4, 4, 4)[torch.arange(4), torch.arange(4)] + h.mT, (4, 4)),
+    ],
+)
+def test_other_operations_may_move_rows(function, shape):
+    assert follow(function, shape) is None
 
 
 @pytest.mark.diagonal
