@@ -187,3 +187,19 @@ def test_evidence_of_classification_against_the_dense_curvature():
         ours(net, x, y, "classification", "full", "all").log_marginal_likelihood(),
     ):
         assert evidence.item() == pytest.approx(want, rel=PARITY)
+
+
+def test_a_nystrom_basis_is_ella_with_the_prior_beside_it():
+    """Theirs is ``J Vᵀ (V H Vᵀ + α)⁻¹ V Jᵀ``; where V spans all gradients, ours adds what the prior has beside V."""
+    net, x, y = trained("regression")
+    net, new = nn.Sequential(net, nn.Linear(3, 1).double()), x[:4] + 3
+    kind = {"hessian_structure": "gp", "subset_of_weights": "all", "functional_approximation": "nystrom"}
+    options = {"subsample_size": 20, "n_eigenvalues": 20, "prior_precision": PRECISION, "sigma_noise": NOISE}
+    peer = laplace.Laplace(net, "regression", **kind, **options)
+    peer.fit(DataLoader(TensorDataset(x, y[:, :1]), batch_size=8))
+    rows, basis = jacobian(net, new), peer.dual_directions
+    beside = (rows - rows @ basis @ basis.T) @ rows.mT / PRECISION
+    posterior = lp.LowRank(net, lp.Gaussian(NOISE), rank=20, basis="nystrom", prior_precision=PRECISION)
+    found = posterior.fit([(x, y[:, :1])]).functional_posterior(new).covariance
+    assert relative_error(found, peer.functional_variance(rows) + beside) < PARITY
+    assert float(beside.mean()) > 100 * PARITY * float(found.mean()), "the prior beside V must matter here"
