@@ -141,9 +141,11 @@ class LowRank(GaussianPosterior):
             if reduce is None:
                 assert own is not None
                 block = self._block(own, start, generator)
-            else:  # all ranks look for the eigenpairs of the sum, and take those of the first
-                start = None if self.basis != "nystrom" else reduce(start, lambda mine, theirs: mine)
+            else:  # all ranks look for the pairs of the sum, and take those of the first
                 seed = reduce(draw_seed(generator), lambda mine, theirs: mine)
+                if self.basis == "nystrom":
+                    start = reduce(start, lambda mine, theirs: torch.cat([mine, theirs]))
+                    start = start[Random(seed).sample(range(len(start)), min(self.rank, len(start)))]
                 summed, source = _OverRanks(own, reduce, state.mean), torch.Generator().manual_seed(seed)
                 block = reduce(self._block(summed, start, source), lambda mine, theirs: mine)
         return replace(state, curvature=Curvature([(whole_layout(self.network), block)])), seen

@@ -224,18 +224,18 @@ def monte_carlo_labels_differ_between_ranks(rank: int, folder: Path) -> None:
     assert abs(found / wanted - 1) < 0.1  # the standard error is about 0.03
 
 
-def small_low_rank() -> Any:
+def small_low_rank(**options: Any) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
-    return lp.LowRank(net, "classification", rank=3, remainder_probes=0)
+    return lp.LowRank(net, "classification", **{"rank": 3, "remainder_probes": 0} | options)
 
 
 @check
 def low_rank(rank: int, folder: Path) -> None:
-    alone = small_low_rank().fit([data()], generator=torch.Generator())
     x = data()[0]
-    for n_first in (9, 0):
-        ours = fit(small_low_rank(), shard(rank, n_first), generator=torch.Generator())
+    for options, n_first in (({}, 9), ({}, 0), (nystrom := {"basis": "nystrom", "rank": 100}, 9), (nystrom, 0)):
+        alone = small_low_rank(**options).fit([data()], generator=torch.Generator())
+        ours = fit(small_low_rank(**options), shard(rank, n_first), generator=torch.Generator())
         close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-8)
         close(ours.functional_posterior(x).covariance, alone.functional_posterior(x).covariance, 1e-8)
         assert ours.n_data == 14
