@@ -33,9 +33,14 @@ Matvec = Operator | Callable[[Tensor], Tensor]
 """Anything that maps row-stacked vectors ``[..., n]`` linearly to ``[..., m]``."""
 
 
+def epsilon(dtype: torch.dtype) -> float:
+    """Machine epsilon of products of vectors of that type, which a network may compute in a shorter one."""
+    return max(torch.finfo(dtype).eps, checks.PRODUCTS.get())
+
+
 def agreement(dtype: torch.dtype) -> float:
     """The relative difference that rounding explains between two ways to one number: the square root of epsilon."""
-    return max(torch.finfo(dtype).eps, checks.PRODUCTS.get()) ** 0.5
+    return epsilon(dtype) ** 0.5
 
 
 _CHUNK_ENTRIES = 1 << 22

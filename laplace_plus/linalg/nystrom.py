@@ -21,6 +21,7 @@ from laplace_plus.linalg.linear_maps import (
     Matvec,
     agreement,
     attach_one,
+    epsilon,
     number_type,
     require_adjoint,
     require_finite,
@@ -150,7 +151,7 @@ def _factor(probes: Tensor, sketch: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     norm = frobenius_norm(sketch)
     if norm == 0:
         return sketch.new_zeros(len(sketch)), probes.clone(), torch.zeros_like(sketch)
-    shift = torch.finfo(dtype).eps * norm
+    shift = epsilon(dtype) * norm
     shifted = sketch + shift * probes
     core = (probes @ shifted.mT).double()
     eigenvalues, eigenvectors = symmetric_core(core, 1, norm, dtype)
@@ -177,7 +178,7 @@ def symmetric_core(core: Tensor, n: int, norm: float, dtype: torch.dtype) -> tup
     Raises NonFiniteError; OperatorError and NotPositiveDefiniteError beyond what rounding explains.
     """
     require_finite("The product with random vectors", core)
-    largest, rounding = core.abs().max(), 10 * torch.finfo(dtype).eps * norm * n**0.5
+    largest, rounding = core.abs().max(), 10 * epsilon(dtype) * norm * n**0.5
     require_adjoint(core, core.mT, largest + rounding / agreement(dtype), dtype)
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
     if values[0] < -rounding:

@@ -30,7 +30,7 @@ from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.kernels import inner_products, symmetric_eigen
 from laplace_plus.linalg import LanczosDecomposition, Operator, eigsh, lanczos, nystrom
 from laplace_plus.linalg.estimates import draw_probes, standard_error
-from laplace_plus.linalg.linear_maps import attach_one
+from laplace_plus.linalg.linear_maps import attach_one, epsilon
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
 from laplace_plus.structured.composed import DerivedGradients
 from laplace_plus.structured.gradients import MIB, ExampleGradients, slices
@@ -320,7 +320,7 @@ class LowRankBlock(Block):
         """
         n = operator.shape[0]
         pairs = nystrom(operator, n, len(start), start=start)
-        floor = 10 * torch.finfo(pairs.values.dtype).eps * float(pairs.values.amax())
+        floor = 10 * epsilon(pairs.values.dtype) * float(pairs.values.amax())
         kept = pairs.values > floor
         found = cls(pairs.values[kept].double(), pairs.vectors[kept], SampledSpectrum.unknown(pairs.values.device))
         if probes == 0:

@@ -15,14 +15,14 @@ from laplace_plus.structured import low_rank as module
 ALL, EXACT = 10**6, 1e-8
 
 
-def problem(kind, n=8, width=20):
+def problem(kind, n=8, width=20, size=5):
     """More weights than numbers in the outputs, so that the kernel is the smaller matrix."""
     torch.manual_seed(0)
-    size = {"regression": 2, "binary": 1, "classification": 3}[kind]
-    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, size)).double()
+    outputs = {"regression": 2, "binary": 1, "classification": 3}[kind]
+    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, outputs)).double()
     x = torch.randn(n, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     y = {"regression": x.sin(), "binary": (x[:, 0] > 0).long(), "classification": torch.arange(n) % 3}[kind]
-    return model, list(zip(x.split(5), y.split(5), strict=True)), x
+    return model, list(zip(x.split(size), y.split(size), strict=True)), x
 
 
 def nystrom(model, likelihood, data, rank, seed=0, **options):
@@ -68,14 +68,14 @@ def test_fewer_rows_are_the_nystrom_matrix_between_the_prior_and_the_curvature(b
 
 
 def test_evidence_of_few_rows_is_that_of_the_whole_curvature(monkeypatch):
-    model, data, _ = problem("classification", n=20, width=8)
+    model, data, _ = problem("classification", n=20, width=6, size=20)
     exact = nystrom(model, "classification", data, 6)
     full = lp.Full(model, "classification", prior_precision=0.5).fit(data)
     for precision in (torch.tensor(0.1), torch.tensor([0.1, 3.0])):  # from a spectrum, and from the matrix
         found, expected = (one.log_marginal_likelihood(precision.double()) for one in (exact, full))
         torch.testing.assert_close(found, expected, rtol=EXACT, atol=0)
     monkeypatch.setattr(module, "WHOLE", 0)  # as networks of more weights are treated
-    estimated = nystrom(model, "classification", data, 6, remainder_probes=32)
+    estimated = nystrom(model, "classification", data, 6, remainder_probes=20)
     pairs, rest = estimated.state.curvature.blocks[0][1], estimated.remainder()
     identity = torch.eye(full.n_parameters, dtype=torch.float64)
     beside = identity - pairs.vectors.T @ pairs.vectors
@@ -101,6 +101,14 @@ def test_nystrom_from_given_vectors():
     torch.testing.assert_close((found.vectors.T * found.values) @ found.vectors, expected)
     with pytest.raises(lp.errors.ConfigurationError, match="start has another shape"):
         linalg.nystrom(lambda v: v @ matrix, 9, 3, start=start)
+
+
+def test_networks_in_half_precision_have_no_spurious_directions():
+    model, data, x = problem("classification", n=30, width=6)
+    exact = lp.Full(model, "classification", prior_precision=0.5).fit(data).functional_posterior(x).covariance
+    data = [(part.bfloat16(), y) for part, y in data]
+    found = nystrom(model.bfloat16(), "classification", data, ALL).functional_posterior(x.bfloat16()).covariance
+    torch.testing.assert_close(found.double(), exact, rtol=0.1, atol=0.02 * float(exact.abs().max()))
 
 
 def test_what_it_is_not_for():
