@@ -5,7 +5,10 @@ times how the output depends on that. With the outputs and the inputs of some la
 
     log V_c(x) = log(ε_c + Σ_h U_ch (w_hᵀφ + b_h)²) + Σ_h R_ch tanh(s_hᵀφ + t_h),   U ≥ 0, ε > 0.
 
-The form grows far from the data as the exact variance does; the rest stays within its range on what it was fitted to.
+The form grows far from the data as the exact variance does; the rest is bounded.
+Of classes, ``V_c`` is half the variance of logit c's difference from others, averaged by :func:`centring_weights`. For
+the integral of ``"gumbel"`` stands, with ``a = m − max m`` and ``q = softmax m``, the second order in V up to MacKay's
+approximation for pairs: ``p_c ∝ exp min(a_c + V_c (max q − q_c), a_c / √(1 + π/4 V_c))``.
 """
 
 from __future__ import annotations
@@ -37,28 +40,30 @@ from laplace_plus.predictive.linearized import outputs_for
 
 __all__ = ["DistillationQuality", "DistilledPosterior", "distill"]
 
-MOST_TAPS, HELD, BATCH, RATE, GOOD = 8, 5, 512, 1e-2, 0.9
-"""Layers whose inputs are features; every fifth input is held back; rows of a step of Adam and its largest rate; below
-which quality there is a warning."""
+MOST_TAPS, HELD, BATCH, RATE, DECAY, GOOD, FAR = 8, 5, 512, 1e-2, 0.3, 0.9, 0.02
+"""Layers whose inputs are features; every fifth input is held back; rows of a step of AdamW, its largest rate and its
+decay of what multiplies features; below which agreement, and above which divergence, there is a warning."""
 
 _PASS = threading.local()
 """``.taken``: inputs of layers in the pass that runs in this thread; a context variable could not be compiled."""
 
 
 class DistillationQuality(NamedTuple):
-    """R² of log-variances, and Spearman's correlation, of inputs that were held back and of altered copies of them."""
+    """R² and ranks' correlation of log-variances, KL in nats from ``"gumbel"``'s probabilities: held back, altered."""
 
     r2_held: float
     rank_held: float
     r2_altered: float
     rank_altered: float
+    kl_held: float = 0.0
+    kl_altered: float = 0.0
 
 
 class DistilledPosterior(FrozenPosterior):
     """A copy of the network with a head for variances, called as the network is; see :func:`distill`.
 
-    For classes by ``"gumbel"`` and ``"network"``, ``functional_variance`` is that of independent logits whose
-    differences vary as the posterior's do: ``functional_posterior(x, outputs="independent")``.
+    For classes by ``"gumbel"`` and ``"network"``, ``functional_variance`` is half that of a logit's differences from
+    others, weighted for those that may win.
     """
 
     quality: DistillationQuality
@@ -67,12 +72,12 @@ class DistilledPosterior(FrozenPosterior):
         nn.Module.__init__(self)
         self.likelihood, self.link, self.heat = posterior.likelihood, link, posterior.output_temperature
         self.arrange, noise = posterior.network.arrange, posterior.likelihood.noise_std
-        self.is_centred = isinstance(self.likelihood, Categorical) and link != "probit"
+        self.is_paired = isinstance(self.likelihood, Categorical) and link != "probit"
         self.body = copy.deepcopy(posterior.network.model).requires_grad_(False)
         layers = {name: own for name, own in self.body.named_modules() if next(own.parameters(False), None) is not None}
         hooks = {name: own.register_forward_pre_hook(partial(_take, name)) for name, own in layers.items()}
-        self.taps = dict[str, tuple[int, bool]]()  # the axis of a layer's features, and whether they are averaged
-        args, keywords = batches.bind(self.train(False).body, inputs)
+        self.taps = dict[str, partial[Tensor]]()  # what makes features [B, D] or [B, *, D] of layers' inputs
+        args, keywords = batches.bind(self.train(False).body, batches.cut(inputs, slice(32)))
         outputs = self.features(*args, **keywords)[0]
         tables = pair_tables(link, outputs.flatten(0, -2)[0])
         self.has_noise, self.has_pair = noise is not None, bool(tables)
@@ -81,36 +86,58 @@ class DistilledPosterior(FrozenPosterior):
         taken = {name: own for name, own in _PASS.taken.items() if own.ndim > 1 and len(own) == len(outputs)}
         names = [name for name, own in taken.items() if own.is_floating_point()]
         for place in torch.linspace(0, len(names) - 1, min(MOST_TAPS, len(names))).round().int().tolist():
-            axis = 1 if isinstance(layers[names[place]], nn.modules.conv._ConvNd) else -1
-            own = taken[names[place]].movedim(axis, -1)
-            self.taps[names[place]] = axis, own.shape[:-1] != outputs.shape[:-1]
+            name, axis = names[place], 1 if isinstance(layers[names[place]], nn.modules.conv._ConvNd) else -1
+            others = [other for other in range(1, taken[name].ndim) if other != axis % taken[name].ndim]
+            last = partial(torch.movedim, source=axis, destination=-1)
+            is_each = not others or last(taken[name]).shape[:-1] == outputs.shape[:-1]
+            self.taps[name] = last if is_each else partial(torch.mean, dim=others)
         for name in hooks.keys() - self.taps.keys():
             hooks[name].remove()
+        self._find_tokens(*args, **keywords)
+
+    def _find_tokens(self, *args: Any, **keywords: Any) -> None:
+        """Of a sequence, take the first or the last token, not the mean, where the outputs depend on it most."""
+        for own in self.body.parameters():
+            own.requires_grad_(own.is_floating_point())
+        with torch.enable_grad():
+            total = self.features(*args, **keywords)[0].square().sum()
+            taken = {name: own for name, own in _PASS.taken.items() if own.ndim == 3 and own.requires_grad}  # noqa: PLR2004
+            slopes = torch.autograd.grad(total, [*taken.values()], allow_unused=True) if taken else ()
+        self.body.requires_grad_(False)
+        for name, slope in zip(taken, slopes, strict=True):
+            most = 1 if slope is None else int(slope.square().sum((0, 2)).argmax())
+            if self.taps[name].keywords == {"dim": [1]} and most in (0, taken[name].shape[1] - 1):
+                self.taps[name] = partial(torch.select, dim=1, index=-min(most, 1))
 
     def features(self, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         """The outputs ``[B, *, C]`` and the features ``[B, *, D]``."""
         _PASS.taken = {}
         outputs = widen(self.arrange(batches.output_tensor(self.body(*args, **keywords))))
         parts = [outputs]
-        for name, (axis, is_averaged) in self.taps.items():
-            value = _PASS.taken[name]
-            if is_averaged:
-                places = [place for place in range(1, value.ndim) if place != axis % value.ndim]
-                value = torch.cat([value.mean(places), value.square().mean(places).sqrt()], -1)
+        for name, reduced in self.taps.items():
+            value = reduced(_PASS.taken[name])
+            if value.ndim < outputs.ndim:
                 value = value.view(len(value), *[1] * (outputs.ndim - 2), -1).expand(*outputs.shape[:-1], -1)
-            parts.append(value if axis < 0 or is_averaged else value.movedim(axis, -1))
+            parts.append(value)
         return outputs if self.heat == 1 else outputs / self.heat, torch.cat(parts, -1)
 
     def log_variance(self, features: Tensor) -> Tensor:
-        """The head: logarithms ``[B, *, C]`` of variances, of centred logits where the link takes independent ones."""
-        level, more = _terms(self._buffers, features)
-        return level + more.clamp(self._buffers["low"], self._buffers["high"])
+        """The head: logarithms ``[B, *, C]`` of variances."""
+        return _logs(self._buffers, features)
 
     def functional(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         """The outputs ``[B, *, C]`` and their variances."""
         mean, features = self.features(*inputs, **keywords)
-        variance = self.log_variance(features.to(self._buffers["inner"])).exp()
-        return mean, independent_variances(mean, variance) if self.is_centred else variance
+        return mean, self.log_variance(features.to(self._buffers["inner"])).exp()
+
+    def predicted(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of y; for ``"gumbel"`` by the closed form."""
+        if self.link != "gumbel" or self.has_pair:
+            return super().predicted(mean, covariance)
+        ahead, q = mean - mean.amax(-1, keepdim=True), mean.softmax(-1)
+        near = torch.addcmul(ahead, covariance, q - q.amax(-1, keepdim=True), value=-1)
+        p = torch.minimum(near, ahead * (1 + math.pi / 4 * covariance).rsqrt()).softmax(-1)
+        return p, torch.addcmul(p, p, p, value=-1)
 
 
 def distill(
@@ -136,7 +163,7 @@ def distill(
         link: As of ``predictive``: any but ``"mc"`` and ``"bridge"``.
         copies: Altered copies of each input.
         width: Squares, and as many hidden units, of the head.
-        steps: Steps of Adam.
+        steps: Steps of AdamW.
         progress: Whether to show progress bars.
         generator: Source of randomness; by default the head is the same each time.
 
@@ -163,10 +190,7 @@ def distill(
             whole = network.receive(batches.inputs_of(item, whole=network.lists))
             size = batches.batch_size(whole)
             if not batches.can_be_cut(whole, size):
-                what, expected = (
-                    "These inputs cannot be cut into examples.",
-                    "tensors that have them along their first axis",
-                )
+                what, expected = "Inputs cannot be cut into examples.", "tensors with examples along the first axis"
                 raise UnsupportedError(what, expected=expected, got=checks.describe(whole))
             made = made or DistilledPosterior(posterior, link, whole)
             held = torch.arange(n, n + size, device=network.device) % HELD == HELD - 1
@@ -179,13 +203,11 @@ def distill(
         checks.count("The number of inputs", n, 20)
         data = [[*map(torch.cat, zip(*own, strict=True))] for own in parts]
         _fit(made, data[0], width, steps, source, progress)
-        figures = [_agreement(made.log_variance(features), logs) for features, logs in data[1:]]
-    made.quality = DistillationQuality(*figures[0], *figures[1])
-    if not min(made.quality) >= GOOD:
+        near, far = (_agreement(made, *own) for own in data[1:])
+    made.quality = DistillationQuality(*near[:2], *far[:2], near[2], far[2])
+    if not (min(made.quality[:4]) >= GOOD and max(made.quality[4:]) <= FAR):
         what = f"Distilled variances differ from the posterior's on held-back inputs: {made.quality}."
-        warn(
-            f"{what} Give more inputs, width= or steps=. Where only altered copies differ, so will inputs of elsewhere."
-        )
+        warn(f"{what} Give more inputs, width= or steps=. If only altered copies differ, so may other inputs.")
     return made
 
 
@@ -194,29 +216,31 @@ def _take(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         _PASS.taken[name] = args[0]
 
 
-def _terms(head: Any, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithm of the quadratic form, and what is added to it, ``[*, C]`` each."""
+def _logs(head: Any, features: Tensor) -> Tensor:
     form, hidden = F.linear(features, head["inner"], head["shift"]).chunk(2, -1)
-    return F.linear(form.square(), head["form"], head["floor"]).log(), F.linear(hidden.tanh(), head["outer"])
+    return F.linear(form.square(), head["form"], head["floor"]).log() + F.linear(hidden.tanh(), head["outer"])
 
 
-def exact_logs(posterior: Posterior, made: DistilledPosterior, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Features ``[N, D]`` and logarithms ``[N, C]`` of the exact variances that the head stands for."""
+def exact_logs(posterior: Posterior, made: DistilledPosterior, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Features ``[N, D]``, logarithms ``[N, C]`` of exact variances, and for ``"gumbel"`` probabilities ``[N, C]``."""
     args, keywords = batches.bind(made.body, inputs)
     outputs, features = made.features(*args, **keywords)
-    needed = outputs_for(made.link, outputs.shape[-1]) or (None if made.is_centred else "diagonal")
+    needed = outputs_for(made.link, outputs.shape[-1]) or (None if made.is_paired else "diagonal")
     mean, variance = posterior.functional_posterior(inputs, outputs=needed)
     mean, variance = mean / made.heat, variance / made.heat**2
     tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
     if not torch.allclose(mean, outputs.to(mean), tolerance, tolerance * float(mean.abs().max())):
         what, expected = "The posterior's mean is not what a copy of its network gives.", "the network's own outputs"
         raise UnsupportedError(what, expected=expected)
-    if made.is_centred:  # Var(f_k − wᵀf) of independent logits, which determines their variances, and is never zero
+    p = mean[..., :0]
+    if made.is_paired:
         variance = independent_variances(mean, variance) if variance.dim() > mean.dim() else variance
-        w = centring_weights(mean)
-        variance = variance * (1 - 2 * w) + (w * w * variance).sum(-1, keepdim=True)
+        p = posterior.likelihood.predict(mean, variance, link=made.link).mean if made.link == "gumbel" else p
+        shares = centring_weights(mean)
+        others = (shares * variance).sum(-1, keepdim=True) - shares * variance
+        variance = (variance + others / (1 - shares).clamp_min(1e-6)) / 2
     variance = variance.clamp_min(torch.finfo(torch.float32).tiny)
-    return features.to(mean).flatten(0, -2), variance.log().flatten(0, -2)
+    return features.to(mean).flatten(0, -2), variance.log().flatten(0, -2), p.flatten(0, -2)
 
 
 def _altered(inputs: Any, source: torch.Generator) -> Any:
@@ -249,8 +273,8 @@ def _altered(inputs: Any, source: torch.Generator) -> Any:
 
 
 def _fit(made: Any, data: Any, width: int, steps: int, source: torch.Generator, progress: bool) -> None:
-    """Set the head of least mean squared error, by Adam on standardised features."""
-    features, logs = data
+    """Set the head of least mean squared error, by AdamW on standardised features."""
+    features, logs, _ = data
     centre, scale = features.mean(0), features.std(0)
     scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-12)
     size = len(centre)
@@ -259,26 +283,29 @@ def _fit(made: Any, data: Any, width: int, steps: int, source: torch.Generator, 
     raw = {"inner": normal(2 * width, size) / size**0.5, "shift": normal(2 * width), "form": form}
     raw |= {"outer": 0.1 * normal(logs.shape[1], width) / width**0.5, "floor": logs.amin(0) - 1}
     raw = {name: own.to(features).requires_grad_() for name, own in raw.items()}
-    optimizer = torch.optim.Adam(raw.values(), lr=RATE)
+    groups = [{"params": [own], "weight_decay": DECAY * (name == "inner")} for name, own in raw.items()]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
     for _ in progress_bar(range(steps), enabled=progress, description="distill: head"):
         rows = torch.randint(len(features), (BATCH,), generator=source, device="cpu").to(features.device)
         optimizer.zero_grad()
         with torch.enable_grad():
             head = raw | {name: raw[name].exp() for name in ("form", "floor")}
-            (sum(_terms(head, (features[rows] - centre) / scale)) - logs[rows]).square().mean().backward()
+            (_logs(head, (features[rows] - centre) / scale) - logs[rows]).square().mean().backward()
         optimizer.step()
         schedule.step()
     head = {name: raw[name].exp() if name in ("form", "floor") else raw[name].clone() for name in raw}
     head["inner"] /= scale
     head["shift"] -= head["inner"] @ centre
-    head["low"], head["high"] = _terms(head, features)[1].aminmax(dim=0)
     for name, own in head.items():
         made.register_buffer(name, own)
 
 
-def _agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """R² with a mean for each output, and Spearman's correlation, the mean over outputs, of ``[N, C]``."""
+def _agreement(made: DistilledPosterior, features: Tensor, wanted: Tensor, p: Tensor) -> tuple[float, float, float]:
+    """R² with a mean for each output; Spearman's correlation, the mean over outputs; divergence from p, if there is."""
+    found = made.log_variance(features)
     lost, spread = (own.square().sum() for own in (found - wanted, wanted - wanted.mean(0)))
     ranks = [float(spearmanr(*own.cpu()).statistic) for own in torch.stack([found, wanted]).permute(2, 0, 1)]
-    return float(1 - lost / spread), sum(ranks) / len(ranks)
+    q = made.predicted(features[:, : p.shape[1]] / made.heat, found.exp())[0] if p.numel() else p
+    kl = torch.special.xlogy(p, p / q.clamp_min(1e-30)).sum(-1).mean()
+    return float(1 - lost / spread), sum(ranks) / len(ranks), float(kl)

@@ -140,19 +140,22 @@ class FrozenPosterior(nn.Module):
     def forward(self, first: Any = None, /, *more: Any, **keywords: Any) -> FrozenPrediction:
         """The prediction for a batch's inputs, passed as to the network."""
         mean, covariance = self.functional(*(() if first is None else (first,)), *more, **keywords)
+        return FrozenPrediction(*self.predicted(mean, covariance), mean, _variance(mean, covariance))
+
+    def predicted(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of y, given those of the outputs."""
         own: dict[str, Any] = self._buffers  # a tenth of the time that attributes take, of which one input feels each
-        variance = _variance(mean, covariance)
         if self.has_pair:  # p_k = ½ Σ_s w_s erfc((f_j − f_k) / (2 Var(f_j − f_k) + 2 s)^½), exact for a Gaussian f
-            spread = variance.sum(-1, keepdim=True)
+            spread = _variance(mean, covariance).sum(-1, keepdim=True)
             if covariance.dim() > mean.dim():
                 spread = (spread - covariance[..., 0, 1:] - covariance[..., 1, :1]).clamp_min(0.0)
             ahead = (mean[..., 1:] - mean[..., :1]) * (2 * spread + own["scales"]).rsqrt()
             p = torch.cat([ahead, -ahead], -1).erfc() @ own["shares"]
-            return FrozenPrediction(p, torch.addcmul(p, p, p, value=-1), mean, variance)
-        if self.has_noise:
-            return FrozenPrediction(mean, variance + own["noise"], mean.clone(), variance)  # a name for each output
+            return p, torch.addcmul(p, p, p, value=-1)
+        if self.has_noise:  # a name for each output of an exported module
+            return mean.clone(), _variance(mean, covariance) + own["noise"]
         marginal = self.likelihood.predict(mean, covariance, link=self.link)
-        return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
+        return marginal.mean, marginal.variance
 
 
 def freeze(posterior: Posterior, x: Any = None, link: str | None = None) -> FrozenPosterior:
