@@ -1,216 +1,152 @@
-"""The kernels on a GPU beside what torch offers, and the memory they take.
+"""What a graphics card shows, in one command that ends in time and goes on where it ended.
 
-    python benchmarks/gpu/run.py --output benchmarks/results/gpu.json
+    python benchmarks/gpu/run.py --minutes 8 --output FOLDER --data cifar
 
-Times are medians of CUDA events after warming up; "bandwidth" is that of a copy of 1 GiB on the same device. Each
-choice that was measured on the way is written down, too. Without a CUDA device it says so, writes nothing and succeeds.
+In the order of worth: whether the numbers are right (``right``, in processes of their own while ``quality`` trains),
+whether posteriors help at full size (``quality``), what they take (``speed``), which kernels gain (``kernels``). Each
+row is a line of ``FOLDER/rows.jsonl`` as soon as it is known; called again with the same folder, rows that are there
+are not measured again, those that failed are. ``FOLDER/gpu.md`` is the page of all rows; it belongs to
+``benchmarks/results/gpu.md``.
+
+``--data`` is a folder with CIFAR-10 (see ``images.py``; 23 MB with the letters). Nothing is installed: what is not
+there (curvlinops, laplace-torch, peft, triton) is said in its row. For a machine that gets a copy of the checkout
+alone, put data and results into folders that git ignores, such as ``runs/``, and let these travel along:
+
+    mkdir -p runs/cifar && cp PLACE/cifar10/*_jpegq75.npz PLACE/notmnist/t10k-images-idx3-ubyte.gz runs/cifar
+    python benchmarks/gpu/run.py --minutes 8 --output runs/gpu --data runs/cifar
+
+``--tiny`` runs every branch on the CPU in a minute, with random images unless there are ``--data``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
-from laplace_plus import kernels
-from laplace_plus.kernels import selection
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-# 3 × 3 layers of ResNet-50 at 224 × 224 pixels: channels, side of the input, stride
-RESNET50 = [(64, 56, 1), (128, 56, 2), (128, 28, 1), (256, 28, 2), (256, 14, 1), (512, 14, 2), (512, 7, 1)]
-Row = dict[str, Any]
+from benchmarks.gpu import kernels, quality, report, right, speed  # noqa: E402
+from benchmarks.gpu.measuring import Row, Settings, Step  # noqa: E402
 
-
-def seconds(call: Callable[[], object], repetitions: int = 10) -> float:
-    """Median seconds of a call on the GPU."""
-    return selection.device_seconds(call, warm_up=3, repetitions=repetitions)
-
-
-def extra_memory(call: Callable[[], object]) -> int:
-    """Peak bytes allocated during a call, beyond what was there before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """In Frobenius norm, of lower triangles."""
-    difference = actual.double().tril() - exact.double().tril()
-    return float(difference.norm() / exact.double().tril().norm())
-
-
-def compared(row: Row, reference: Callable[[], object], ours: Callable[[], object]) -> Row:
-    """Times of a reference, of the automatic choice and of the best Triton kernel alone."""
-    with kernels.use("reference"):
-        row["torch_seconds"] = seconds(reference)
-    before = set(selection.choices())
-    row["ours_seconds"] = seconds(ours)
-    row["speedup"] = row["torch_seconds"] / row["ours_seconds"]
-    found = [choice for key, choice in selection.choices().items() if key not in before]
-    if found:
-        row["chosen"], row["measured"] = found[-1].chosen, dict(found[-1].seconds)
-    return row
-
-
-def symmetric_updates(quick: bool) -> list[Row]:
-    """C += XᵀX against one cuBLAS product, TF32 and bfloat16."""
-    rows = []
-    sizes = [128, 256, 512, 768, 1024, 2048, 3072, 4096, 8192]
-    for dtype, precision in ((torch.float32, "tf32"), (torch.bfloat16, "tf32"), (torch.float32, "float32")):
-        for size in sizes[:4] if quick else sizes:
-            for count in (4096, 32768):
-                x = torch.randn(count, size, device="cuda").to(dtype)
-                total = torch.zeros(size, size, device="cuda")
-                product = torch.empty(size, size, device="cuda", dtype=dtype)
-
-                def gemm(x: Tensor = x, product: Tensor = product) -> None:
-                    torch.mm(x.T, x, out=product)
-
-                def ours(x: Tensor = x, total: Tensor = total) -> None:
-                    kernels.symmetric_update(total, x)
-
-                torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-                name = f"{dtype}".removeprefix("torch.") + ("" if dtype == torch.bfloat16 else f" as {precision}")
-                row: Row = {"kernel": "symmetric update", "type": name, "d": size, "rows": count}
-                compared(row, gemm, ours)
-                row["tera_operations_per_second"] = 2.0 * count * size**2 / row["ours_seconds"] / 1e12
-                total.zero_()
-                ours()
-                row["error"] = relative_error(total, x.double().T @ x.double())
-                rows.append(report(row))
-    torch.set_float32_matmul_precision("highest")
-    return rows
-
-
-def convolution_factors(quick: bool) -> list[Row]:
-    """Factors of 3 × 3 layers against unfolding all patches and one product."""
-    rows = []
-    examples = 4 if quick else 32
-    torch.set_float32_matmul_precision("high")
-    for dtype in (torch.float32, torch.bfloat16):
-        for channels, side, stride in RESNET50:
-            x = torch.randn(examples, channels, side, side, device="cuda").to(dtype)
-            total = torch.zeros(1, 9 * channels, 9 * channels, device="cuda")
-
-            def unfolded(x: Tensor = x, stride: int = stride) -> Tensor:
-                columns = F.unfold(x, 3, padding=1, stride=stride).transpose(1, 2).flatten(0, 1)
-                return columns.T @ columns
-
-            def ours(x: Tensor = x, total: Tensor = total, stride: int = stride) -> None:
-                kernels.convolution_factor(x, 3, padding=1, stride=stride, total=total)
-
-            row: Row = {"kernel": "convolution factor", "type": str(dtype).removeprefix("torch.")}
-            row |= {"channels": channels, "side": side, "stride": stride, "examples": examples}
-            compared(row, unfolded, ours)
-            row["torch_bytes"], row["ours_bytes"] = extra_memory(unfolded), extra_memory(ours)
-            total.zero_()
-            ours()
-            exact = kernels.convolution_factor(x.double(), 3, padding=1, stride=stride, method="patches")
-            row["error"] = relative_error(total, exact)
-            rows.append(report(row))
-            del exact
-    torch.set_float32_matmul_precision("highest")
-    return rows
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
-    source = torch.empty(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() * source.element_size() / seconds(lambda: target.copy_(source))
-
-
-def lanczos(quick: bool) -> list[Row]:
-    """The vector work of K steps with full re-orthogonalisation, as a part of the bandwidth of a copy."""
-    bandwidth = copy_bandwidth()
-    rows = []
-    for n, depth in ((1_000_000, 20),) if quick else ((1_000_000, 50), (11_000_000, 50)):
-        basis = torch.randn(depth, n, device="cuda").mul_(n**-0.5)
-        vector = torch.randn(n, device="cuda")
-
-        def steps(basis: Tensor = basis, vector: Tensor = vector, depth: int = depth) -> None:
-            for k in range(1, depth + 1):
-                kernels.orthogonalize(basis[:k], vector)
-
-        row: Row = {"kernel": "Gram-Schmidt twice", "n": n, "depth": depth, "copy_bytes_per_second": bandwidth}
-        for choice in ("reference", "triton", "auto"):
-            with kernels.use(choice):  # type: ignore[arg-type]
-                steps()
-                row[f"{choice}_seconds"] = seconds(steps, 5)
-        # What must be read and written at the least: the basis three times, and the vector's copies.
-        for passes, name in ((4, "four"), (3, "three")):
-            moved = 4.0 * n * sum(passes * k + 5 for k in range(1, depth + 1))
-            row[f"part_of_bandwidth_counting_{name}_passes"] = moved / row["auto_seconds"] / bandwidth
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            steps()
-        row["captured_seconds"] = seconds(graph.replay, 5)
-        rows.append(report(row))
-    return rows
-
-
-def eigendecompositions(quick: bool) -> list[Row]:
-    """Batches of small symmetric matrices, float64."""
-    rows = []
-    for n, batch in ((9, 512), (32, 500), (33, 500), (100, 500), (256, 8), (1024, 1)):
-        root = torch.randn(min(batch, 16) if quick else batch, n, n, device="cuda", dtype=torch.float64)
-        matrices = root @ root.mT
-
-        def batched(matrices: Tensor = matrices) -> object:
-            return torch.linalg.eigh(matrices)
-
-        def ours(matrices: Tensor = matrices) -> object:
-            return kernels.symmetric_eigen(matrices)
-
-        row: Row = {"kernel": "symmetric eigendecomposition", "n": n, "batch": len(matrices)}
-        compared(row, batched, ours)
-        values, vectors = kernels.symmetric_eigen(matrices)
-        residual = (matrices @ vectors - vectors * values.unsqueeze(-2)).abs().amax() / matrices.abs().amax()
-        row["residual"] = float(residual)
-        rows.append(report(row))
-    return rows
-
-
-def report(row: Row) -> Row:
-    """Print a row as it comes."""
-    print(json.dumps(row), flush=True)  # noqa: T201
-    return row
-
-
-PARTS = {
-    "symmetric": symmetric_updates,
-    "convolution": convolution_factors,
-    "lanczos": lanczos,
-    "eigen": eigendecompositions,
+PARTS: dict[str, Callable[[Settings], Iterator[Step]]] = {
+    "quality": quality.steps,
+    "speed": speed.steps,
+    "kernels": kernels.steps,
 }
+RESERVE = 10.0
+"""Seconds that are kept for writing the page and ending processes."""
+
+
+class Rows:
+    """The file of rows; the last one of a name counts."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "rows.jsonl"
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        self.held: dict[tuple[str, str], Row] = {}
+        for line in lines:
+            row = json.loads(line)
+            self.held[row["part"], row["name"]] = row
+
+    def done(self, part: str) -> set[str]:
+        """Names of the rows that need not be measured again."""
+        return {name for (own, name), row in self.held.items() if own == part and "error" not in row}
+
+    def write(self, part: str, name: str, **row: Any) -> None:
+        """Add a row, on disk at once."""
+        named = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        row = {"part": part, "name": name, "device": named, "torch": torch.__version__} | row
+        self.held[part, name] = row
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)  # noqa: T201
+
+
+@contextmanager
+def stopped_after(limit: float) -> Iterator[None]:
+    """TimeoutError within the block when it takes longer than ``limit`` seconds."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"stopped after {limit:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(limit, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measured(step: Step, limit: float) -> Row:
+    """A step's row; of one that fails the error, and where it was raised."""
+    begun = time.monotonic()
+    try:
+        with stopped_after(limit):
+            row = dict(step.measure())
+    except Exception as error:  # noqa: BLE001
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error}"[:300]
+        row = {"error": text, "place": f"{Path(place.filename).name}:{place.lineno}"}
+        torch.cuda.empty_cache()
+    return row | {"seconds": time.monotonic() - begun}
 
 
 def main() -> None:
-    """Measure and write the rows."""
+    """Measure what fits into the time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small sizes only")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("not run: no CUDA device")  # noqa: T201
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--parts", nargs="*", default=["right", *PARTS], choices=["right", *PARTS])
+    parser.add_argument("--tiny", action="store_true", help="every branch at small sizes, on the CPU")
+    chosen = parser.parse_args()
+    length = 3600.0 if chosen.tiny else 60 * chosen.minutes - RESERVE
+    end = time.monotonic() + length
+    rows = Rows(chosen.output)
+    settings = Settings("cpu" if chosen.tiny else "cuda", chosen.tiny, chosen.data, chosen.output.resolve())
+    if settings.on_card and not torch.cuda.is_available():
+        print("There is no CUDA device; --tiny runs on the CPU.")  # noqa: T201
         return
-    device = torch.cuda.get_device_name()
-    print(device)  # noqa: T201
-    rows = [row for part in arguments.parts for row in PARTS[part](arguments.quick)]
-    slower = [row for row in rows if "measured" in row and row["measured"][row["chosen"]] > row["measured"]["torch"]]
-    print(f"choices that are slower than torch's own: {len(slower)}")  # noqa: T201
-    if arguments.output:
-        document = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "rows": rows}
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    if settings.data is None and not chosen.tiny and "quality" in chosen.parts:
+        parser.error("quality needs --data, a folder with CIFAR-10")
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    running = right.start(settings, rows.done("right")) if "right" in chosen.parts else []
+
+    def collect(until: float) -> None:
+        for name, row in right.collect(running, until):
+            rows.write("right", name, **row)
+
+    for part in (part for part in PARTS if part in chosen.parts):
+        for step in PARTS[part](settings):
+            collect(end)
+            left = end - time.monotonic()
+            if step.name in rows.done(part) or left < min(step.seconds, length / 2):
+                continue
+            rows.write(part, step.name, **measured(step, left), beside=len(running))
+            if step.name == "training":  # what follows is timed, and shares the card with nothing
+                while running and time.monotonic() < end - length / 2:
+                    collect(end)
+                    time.sleep(0.2)
+                collect(0.0)
+    while running and time.monotonic() < end:
+        collect(end)
+        time.sleep(0.2)
+    collect(0.0)
+    (chosen.output / "gpu.md").write_text(report.page(list(rows.held.values())))
 
 
 if __name__ == "__main__":
