@@ -38,9 +38,12 @@ class Shared:
                 self._settings.close()
 
 
+_LOST = 3 if torch.__version__ < "2.8" else 0
+"""References to None that torch takes at each change of stance: Python 3.11 ended after 20 000 forward passes."""
+
+
 def _stance() -> AbstractContextManager[Any]:
-    # torch before 2.8 takes a reference to None at each of its changes: Python 3.11 ended after 20 000 forward passes.
-    for _ in range(3 if torch.__version__ < "2.8" else 0):
+    for _ in range(_LOST):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
     return torch.compiler.set_stance("force_eager")
 

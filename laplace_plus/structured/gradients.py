@@ -195,7 +195,7 @@ class DenseGradients(ExampleGradients):
 def times(rows: Tensor, matrices: Any) -> Tensor:
     """``x_g U_g`` for rows ``[..., G or 1, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
     matrices = matrices if matrices.dtype == rows.dtype else matrices.to(rows.dtype)
-    if rows.shape[-2] == len(matrices) == 1:
+    if rows.shape[-2] == matrices.shape[0] == 1:
         return rows.contiguous() @ matrices[0]  # of others torch would make many small products
     lead = rows.shape[:-2]
     rows = rows.expand(*lead, len(matrices), -1)
@@ -234,7 +234,8 @@ class OuterGradients(ExampleGradients):
         self.n_cotangents, self.n_examples = self.raw_left.shape[:2]
         self.dtype = self.compute_dtype or torch.promote_types(self.raw_left.dtype, torch.float32)
         self.device = self.raw_left.device
-        groups, rows = self.expand_left(self.raw_left[:1, :1]).shape[3:]
+        is_expanded = self.expand_left is torch.positive
+        groups, rows = (self.raw_left if is_expanded else self.expand_left(self.raw_left[:1, :1])).shape[3:]
         if self.right_sizes is None:
             _, positions, right_groups, width = self.expand_right(self.raw_right[:1]).shape
             self.right_sizes = positions, right_groups, width
@@ -255,8 +256,9 @@ class OuterGradients(ExampleGradients):
             return super().in_basis(left, right)
         dtype = torch.promote_types(self.dtype, right.dtype)
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
-            rows, columns = self.left(_EVERY).to(dtype), self.right(_EVERY).to(dtype)
-            return OuterGradients(times(columns, right), rows if left is None else times(rows, left))
+            rows, columns = self.expand_left(self.raw_left).to(dtype), self.expand_right(self.raw_right).to(dtype)
+            columns, rows = times(columns, right), rows if left is None else times(rows, left)
+            return OuterGradients(columns, rows, right_sizes=(1, *columns.shape[2:]))
         # Matrices take fewer operations than a side with more positions than they have vectors, and less memory.
         left_first, right_first = (
             self.n_positions <= self.shape[2],
@@ -271,8 +273,8 @@ class OuterGradients(ExampleGradients):
             rows = self.expand_left(raw).to(dtype)
             return times(rows, left) if left_first and left is not None else rows
 
-        sizes = (self.n_positions, max(self.right_shape[0], len(right)), right.shape[2])
-        sizes = sizes if right_first else self.right_sizes
+        rotated = (self.n_positions, max(self.right_shape[0], len(right)), right.shape[2])
+        sizes = rotated if right_first else self.right_sizes
         sides = OuterGradients(self.raw_right, self.raw_left, expand_right, expand_left, dtype, right_sizes=sizes)
         if left_first and right_first:
             return sides
