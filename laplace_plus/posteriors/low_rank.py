@@ -48,7 +48,8 @@ class LowRank(GaussianPosterior):
     Choose it for networks that are too large for :class:`Full` where layers should not be taken as independent. Memory
     is ``rank`` vectors of the network's size, and ``2 rank + 1`` (at least ``rank + 20``) while fitting, which passes
     over the data about twice ``rank`` times. Directions outside the eigenvectors keep the prior's variance, so that a
-    rank that is too small overestimates the uncertainty. One precision for each entry is only tuned with
+    rank that is too small overestimates the uncertainty: then tune by the default or on held-out data, not by the
+    evidence, whose precision suits the whole curvature. One precision for each entry is only tuned with
     ``remainder_probes=0``.
 
     With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian. Its negative eigenvalues are left
