@@ -91,6 +91,14 @@ def test_rows_of_an_operator_are_those_of_its_matrix():
         torch.testing.assert_close(operator.rows(chosen), operator.dense()[chosen])
 
 
+def test_loaders_may_shuffle():
+    model, data, x = problem("classification")
+    parts = torch.utils.data.TensorDataset(x, torch.cat([y for _, y in data]))
+    shuffled = nystrom(model, "classification", torch.utils.data.DataLoader(parts, 3, shuffle=True), ALL)
+    expected = nystrom(model, "classification", data, ALL).precision_matrix()
+    torch.testing.assert_close(shuffled.precision_matrix(), expected)
+
+
 def test_nystrom_from_given_vectors():
     source = torch.Generator().manual_seed(0)
     root, start = (torch.randn(k, 9, generator=source, dtype=torch.float64) for k in (6, 4))
