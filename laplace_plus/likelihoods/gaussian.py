@@ -161,9 +161,9 @@ class HeteroscedasticGaussian(RealTargets):
         weighted: Whether targets come with weights; see :class:`~laplace_plus.Likelihood`.
 
     Example:
-        >>> HeteroscedasticGaussian().output_root(torch.zeros(1, 2), torch.zeros(1, 1)).square()
-        tensor([[[1.0000, 0.0000],
-                 [0.0000, 0.5000]]])
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> posterior = lp.KFAC(torch.nn.Linear(1, 2), lp.HeteroscedasticGaussian()).fit([(x, x)])
     """
 
     output_axis: int = LAST_AXIS
