@@ -218,7 +218,7 @@ def risk_coverage_curve(uncertainty: Any, losses: Any, weight: Any = None) -> tu
 def area_under_risk_coverage(uncertainty: Any, losses: Any, weight: Any = None) -> Tensor:
     """Compute ``1/N Σ_k r_k``, with the risk ``r_k``: the mean loss of the k predictions of least uncertainty (AURC).
 
-    Of equal uncertainties it is the mean over all orders. With weights it is ``Σ_k w_k r_k / Σ_k w_k``.
+    Of equal uncertainties it is the mean over all orders. With weights it is that of as many repeated predictions.
 
     Args:
         uncertainty: ``[N]``, on any scale.
@@ -238,7 +238,12 @@ def area_under_risk_coverage(uncertainty: Any, losses: Any, weight: Any = None) 
         tensor(0.1111)
     """
     _, risks, share = risk_coverage_curve(uncertainty, losses, weight)
-    return _like(losses, (share * risks).sum() / share.sum())
+    reached = share.cumsum(0)
+    upto, before = risks * reached, torch.cat([share.new_zeros(1), (risks * reached)[:-1]])
+    # Of w equal losses l, after W with the sum L, risks sum to Σ_k (L + k l)/(W + k) = w l + (L − W l) Σ_k 1/(W + k).
+    mean, below = (upto - before) / share.clamp_min(1e-300), reached - share
+    steps = torch.digamma(reached + 1) - torch.digamma(below + 1)
+    return _like(losses, (upto - before + (before - below * mean) * steps).sum() / share.sum())
 
 
 def selective_risk(uncertainty: Any, losses: Any, coverage: float = 0.8, weight: Any = None) -> Tensor:

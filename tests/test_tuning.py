@@ -414,6 +414,7 @@ def test_validation_tunes_any_attributes_and_the_noise():
     own.fit_prior_precision(lp.Validation([(x, y)], grid=[1.0, 0.7, 0.0]))
     assert own.tuning.n_evaluations == 2 * 3 * 9
     assert own.tuning.settings == {"distance": own.distance, "sharpness": own.sharpness}
+    assert own.sharpness == 1.0 and not own.tuning.converged  # more may be better
     value = float(own.predictive(x).log_prob(y).mean())
     assert value == pytest.approx(own.tuning.value)
     for name, wrong in (("sharpness", 0.4), ("distance", 3.0), ("noise_std", 2.0 * own.noise_std)):

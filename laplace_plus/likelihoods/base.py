@@ -207,6 +207,9 @@ class Likelihood(ABC):
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
         if not self.couples_rows:
             self._check_rows(outputs, targets)
+        if bool(self.of_new_targets.log_densities(outputs.detach(), targets).isnan().any()):
+            fix = "Where targets were not observed, have it give 0, such as by log_prob.where(~targets.isnan(), 0)."
+            raise LabelError("The log-density is NaN.", expected="numbers", got=describe(targets), fix=fix)
 
     def separate(self, targets: Any, outputs: Tensor | None = None) -> tuple[Any, Tensor | None]:
         """A batch's targets without their weights, and these; None where the likelihood is not :attr:`weighted`.

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import checks
+from laplace_plus.errors import ConvergenceWarning, warn
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
@@ -74,7 +75,10 @@ class LineSearch:
             middle, count = (low + high) / 2, count + 1
             low, high = (low, middle) if loss(middle) <= highest else (middle, high)
         precision = torch.tensor(optimum * 10.0**high, dtype=mean.dtype)
-        return TuningResult("line_search", precision, None, -loss(high), True, n_evaluations=count)
+        if not (converged := -11.9 < high < 12):  # noqa: PLR2004
+            text = "The loss allows all precisions that were tried, or none; take another allowance."
+            warn(text, ConvergenceWarning)
+        return TuningResult("line_search", precision, None, -loss(high), converged, n_evaluations=count)
 
 
 class NullSpace(ProjectedNoisePosterior):
@@ -158,7 +162,9 @@ class NullSpace(ProjectedNoisePosterior):
         require_only("NullSpace", tuner)
         alpha, rank = self.optimal_precision(), float(self.report.rank.value)
         evidence = rank * (math.log(alpha) - 1) / 2  # ½ (r log α − α ‖θ̂ − μ‖²), up to a term without α
-        return TuningResult(tuner.name, torch.tensor(alpha, dtype=self.mean.dtype), None, evidence, True)
+        return TuningResult(
+            tuner.name, torch.tensor(alpha, dtype=self.mean.dtype), None, evidence, self.report.rank.converged
+        )
 
     @override
     def _deviations(self) -> Tensor:

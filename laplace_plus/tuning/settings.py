@@ -97,6 +97,7 @@ def by_settings(tuner: Any, posterior: Tunable, *, progress: bool, generator: to
     if place == network:
         why = f"No setting is expected to lose less on new data than the network: {text}.{notes}"
         return fields | {"chosen": "network", "why": why}
+    fields["converged"] = place != order[0]  # wider ones may lose less
     return fields | {"chosen": "new_data", "why": f"With {text} new data are expected to lose least.{notes}"}
 
 

@@ -91,12 +91,13 @@ class Validation:
             fix = "Look at what loss(prediction, targets) gives, and whether any held-out target is finite and counts."
             raise NonFiniteError("The loss on the held-out data is finite nowhere on the grid.", fix=fix)
         values, likelihood = candidates.points[best]
-        settings, converged = dict(zip(candidates.names, values, strict=True)), True
+        settings = dict(zip(candidates.names, values, strict=True))
         precision = settings.pop("prior_precision", posterior.prior_precision.detach())
-        if candidates.names == ("prior_precision",):
-            by_level = losses.view(len(candidates.levels), -1).amin(1)
-            place = best // len(candidates.likelihoods)
-            converged = grid_settled(candidates.levels, by_level, place, "validation", float(precision.mean()))
+        levels, place = candidates.levels, best // len(candidates.likelihoods) % len(candidates.levels)
+        by_level = losses.view(-1, len(levels), len(candidates.likelihoods)).amin((0, 2))
+        method = "validation" if candidates.names == ("prior_precision",) else ""
+        chosen = float(torch.as_tensor(values[-1]).mean())
+        converged = chosen == 0 or grid_settled(levels, by_level, place, method, chosen)
         return TuningResult(
             method="validation",
             prior_precision=precision,
@@ -189,7 +190,7 @@ class Settings:
         if "prior_precision" in grids:
             initial = posterior.prior_precision
             grids["prior_precision"] = [torch.as_tensor(value).to(initial) for value in grids["prior_precision"]]
-            self.levels = torch.stack(grids["prior_precision"]).double().cpu()
+        self.levels = torch.tensor([float(value) for value in grids[self.names[-1]]], dtype=torch.float64)
         self.likelihoods = [posterior.likelihood]
         if tunes_noise(posterior.likelihood, tuner.tune_noise):
             quarters = [step * math.log(2) / 4 for step in range(-4, 5)]
@@ -229,14 +230,14 @@ def checked_grid(grid: Sequence[float] | Tensor, *, zero: bool = False) -> Tenso
 def grid_settled(levels: Tensor, losses: Tensor, best: int, method: str, chosen: float) -> bool:
     """Whether the best point of a grid lies between two finite others, or the loss ``[n]`` is flat where it ends.
 
-    ``best`` is the number of the best point; ``method`` and the ``chosen`` precision are for the warning.
+    ``best`` is the number of the best point; ``method`` and the ``chosen`` precision are for the warning, if any.
     """
     order = levels.argsort()
     losses, place = losses[order], int((order == best).nonzero())
     inside = [losses[at] for at in (place - 1, place + 1) if 0 <= at < len(losses) and bool(losses[at].isfinite())]
     at_end = len(inside) == 1 and place in (0, len(losses) - 1)
     settled = len(inside) == 2 or at_end and float(inside[0] - losses[place]) < FLAT  # noqa: PLR2004
-    if not settled:
+    if method and not settled:
         warn(
             f"Tuning by {method} ended at {chosen:.3g}, the last point of the grid that can be used, and the loss may "
             "still fall beyond: the data do not determine the precision, or the grid is too short.",

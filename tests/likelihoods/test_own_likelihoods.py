@@ -10,6 +10,7 @@ from problems import generator, normal
 
 from laplace_plus.errors import (
     ConfigurationError,
+    LabelError,
     UnsupportedError,
 )
 from laplace_plus.likelihoods import (
@@ -72,3 +73,13 @@ def test_log_densities_of_the_wrong_kind():
         LogDensity(lambda f, y: (f * y).sum()).gradient(torch.ones(2, 1), torch.ones(2, 1))
     with pytest.raises(RuntimeError, match="does not require grad"):
         LogDensity(lambda f, y: f.detach().sum(-1)).gradient(torch.ones(2, 1), torch.ones(2, 1))
+
+
+def test_missing_targets_are_the_functions_own_matter():
+    outputs, targets = torch.zeros(3, 1), torch.tensor([[1.0], [float("nan")], [2.0]])
+    density = LogDensity(lambda f, y: -(f - y).square().sum(-1))
+    with pytest.raises(LabelError, match="log-density is NaN"):
+        density.validate(outputs, targets)
+    LogDensity(lambda f, y: density.log_density(f, y.nan_to_num()).where(~y[:, 0].isnan(), 0.0)).validate(
+        outputs, targets
+    )

@@ -196,7 +196,11 @@ def test_line_search_keeps_the_training_loss(problem):
     excess = loss(posterior.samples) - loss(posterior.mean[None])
     assert excess <= 0.05
     posterior.prior_precision = posterior.prior_precision / 10**0.06
+    assert posterior.tuning.converged
     assert loss(posterior.samples) - loss(posterior.mean[None]) > 0.05
+    with pytest.warns(ConvergenceWarning, match="another allowance"):
+        posterior.fit_prior_precision("line_search", allowance=1e12, n_samples=2)
+    assert not posterior.tuning.converged
 
 
 def test_validation_finds_the_best_precision_of_its_grid(problem):
