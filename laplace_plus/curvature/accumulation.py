@@ -50,7 +50,8 @@ class Accumulation:
     ):
         self.gradients, self.structure, self.n_components = gradients, structure, n_components
         self.used, self._share = share > 0, share
-        self._is_weighted = bool((share[self.used] != 1).any())
+        ones, every, self._kept = torch.stack([(share == 1).sum(), self.used.sum(), share.double().sum()]).tolist()
+        self._is_weighted, self._every = ones < every, every == len(share)  # a card is waited for once
         self.total = Curvature([]) if total is None else total
         self._is_first = True  # chunk of cotangents
         self._expands = getattr(structure, "weight_sharing", "expand") == "expand"  # positions as examples of their own
@@ -158,11 +159,12 @@ class Accumulation:
     ) -> None:
         """Add ``Σ w a aᵀ`` and ``Σ w``, over all positions of used examples, or over those ``kept [B, S]``."""
         expand, total, n_positions = self._expands, block.right_sum, gradients.n_positions
-        own, share = None if kept is None else kept[self.used], self._share[self.used]
-        times: Any = n_positions if expand else 1
-        if own is not None:
-            times = own.sum(1) if expand else own.any(1)
-        block.count = block.count + float((share.double() * times).sum())
+        share = self._share if self._every else self._share[self.used]
+        own = None if kept is None else kept[self.used]
+        if own is None:
+            block.count = block.count + self._kept * (n_positions if expand else 1)
+        else:
+            block.count = block.count + float((share.double() * (own.sum(1) if expand else own.any(1))).sum())
         if isinstance(gradients, EmbeddingGradients):
             if not expand and n_positions > 1:
                 what = f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary."
@@ -175,9 +177,8 @@ class Accumulation:
             total.values += counts.to(total.values)
             return
         groups, width = gradients.right_shape
-        every = bool(self.used.all())
         for examples in slices(gradients.n_examples, n_positions * groups * width * 4, 256 * MIB):
-            raw = gradients.raw_right[examples] if every else gradients.raw_right[examples][self.used[examples]]
+            raw = gradients.raw_right[examples] if self._every else gradients.raw_right[examples][self.used[examples]]
             own = None if kept is None else kept[examples][self.used[examples]]
             direct = None if self._is_weighted or total.rank is not None else gradients.add_right_products
             if expand and own is None and direct is not None and len(raw) * n_positions >= width:
