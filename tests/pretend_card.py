@@ -32,6 +32,9 @@ class OnCard(Tensor):
     def __format__(self, how):
         return format(self.item(), how)
 
+    def tolist(self):
+        return self.raw.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         return run(operation, *args, **(kwargs or {}))

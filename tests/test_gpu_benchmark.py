@@ -110,6 +110,26 @@ def test_images_are_those_of_their_coefficients(tmp_path):
 
 
 @pytest.mark.slow
+def test_devices_do_not_mix_on_a_pretended_card():
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this version of torch has no devices that are written in Python")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--device",
+        "card",
+        "tests/test_devices.py",
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert found.returncode == 0, found.stdout[-4000:]
+    assert "passed" in found.stdout and "skipped" not in found.stdout
+
+
+@pytest.mark.slow
 def test_every_branch_runs(monkeypatch, tmp_path):
     rows = called(monkeypatch, tmp_path)
     assert [row for row in rows if "error" in row or row.get("failed")] == []

@@ -90,7 +90,7 @@ def last_layer(network: Network) -> Network:
 
 def last_layer_inputs(layer: Network, x: Any) -> tuple[Tensor | None, torch.Size]:
     """What enters a linear last layer, ``[B', D]``, or None of other layers; and the outputs' shape ``[B, *, C]``."""
-    capture = capture_batch(layer, Batch(x, None))
+    capture = capture_batch(layer, Batch(layer.receive(x), None))
     found = output_layer_inputs(Gradients(layer, capture))
     if found is None:
         return None, capture.output_shape
