@@ -25,19 +25,11 @@ class _Pool(nn.Module):
         return x.mean((2, 3))
 
 
-def cnn(
-    widths: Sequence[int] = (1, 12, 24, 36, 44, 52),
-    strides: Sequence[int] = (2, 2, 1, 1, 2),
-    *,
-    normalised: bool = True,
-) -> nn.Module:
-    """Convolutions only, each followed by batch normalisation or with a bias instead, then a dense head."""
+def cnn(widths: Sequence[int] = (1, 12, 24, 36, 44, 52), strides: Sequence[int] = (2, 2, 1, 1, 2)) -> nn.Module:
+    """Convolutions only, each followed by batch normalisation, then a dense head."""
     layers: list[nn.Module] = []
     for inputs, outputs, stride in zip(widths[:-1], widths[1:], strides, strict=True):
-        if normalised:
-            layers += [_convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()]
-        else:
-            layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.ReLU()]
+        layers += [_convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()]
     return nn.Sequential(*layers, _Pool(), nn.Linear(widths[-1], 10))
 
 
@@ -92,11 +84,10 @@ SHAPES = ((12, 27, 2), (27, 27, 1), (27, 37, 2))
 """Inputs, outputs and stride of the residual blocks."""
 
 
-def resnet(shapes: Sequence[tuple[int, int, int]] = SHAPES) -> nn.Module:
+def resnet() -> nn.Module:
     """Residual blocks with batch normalisation behind each convolution."""
-    first, last = shapes[0][0], shapes[-1][1]
-    stem = [_convolution(1, first, 2), nn.BatchNorm2d(first), nn.ReLU()]
-    return nn.Sequential(*stem, *(_Residual(*shape) for shape in shapes), _Pool(), nn.Linear(last, 10))
+    stem = [_convolution(1, 12, 2), nn.BatchNorm2d(12), nn.ReLU()]
+    return nn.Sequential(*stem, *(_Residual(*shape) for shape in SHAPES), _Pool(), nn.Linear(SHAPES[-1][1], 10))
 
 
 def preresnet() -> nn.Module:
