@@ -125,7 +125,7 @@ def ours(model: nn.Module, parts: list[Part], kind: str, noise: float, cls: Any,
         posterior, fit = timed(cls(model, likelihood, **options).fit, train)
         arguments = {"data": validation, "grid": GRID, **link} if tuner == "validation" else {}
         tune = timed(posterior.fit_prior_precision, name, tune_noise=False, **arguments)[1]
-        found, predict = timed(predicted, posterior.predictive, x, **link)
+        found, predict = timed(predicted, posterior.predictive, x, **({} if tuner == "default" else link))
         mean = torch.cat([one.mean for one in found])
         variance = torch.cat([one.variance for one in found]) if kind == "regression" else None
         yield tuner, [nll(mean, variance, y), fit, tune, predict]
@@ -194,11 +194,12 @@ def page(rows: list[dict[str, Any]]) -> str:
         "`lp.LowRank(..., basis='nystrom')` and ELLA (Deng, Zhou and Zhu, 2022) of laplace-torch 0.3 have the same",
         f"networks, data and noise (that of the validation rows). ELLA's K features are from {SUBSET} gradients of",
         f"outputs, ours are K gradients. Both take the prior precision of least validation loss among {len(GRID)} from",
-        "10⁻⁴ to 10⁴, by the probit link for classes. The evidence and the default use no validation data, and their",
-        "fits hold eight random vectors for the rest of the curvature. NLL of the test rows, in nats, mean over",
+        "10⁻⁴ to 10⁴, by the probit link for classes, but for the default. It and the evidence use no validation data;",
+        "their fits hold eight random vectors for the rest of the curvature. NLL of the test rows, in nats, mean over",
         "trainings, and its difference from the network's with a standard error. CPU seconds of one fit, of tuning,",
         "and of all test rows. The precision of the evidence suits the whole curvature: where K pairs are a small part",
-        "of it, what is beside them keeps too much variance, and the default or validation is the tuner to take.",
+        "of it, what is beside them keeps too much variance, and the default or validation is the tuner to take. Rows",
+        "without a standard error are of one training.",
     ]
     for task, (make, _, _, _) in TASKS.items():
         own = [row for row in rows if row["task"] == task]
