@@ -103,5 +103,8 @@ def collect(running: list[Running], until: float) -> list[tuple[str, Row]]:
             except subprocess.TimeoutExpired:
                 one.process.kill()
         rows.append((one.name, one.row(ended)))
+        with one.log.with_name("right.txt").open("a") as file:  # one file of all, with the ends of what was printed
+            file.write(f"== {one.name}\n{one.log.read_text(errors='replace')[-100_000:]}\n")
+        one.log.unlink()
         running.remove(one)
     return rows

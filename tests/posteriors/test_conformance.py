@@ -95,7 +95,7 @@ class Jittered(lp.Posterior):
         return lp.State(self.network.vector(), n_data, 0)
 
     def sample(self, n, *, generator=None):
-        noise = torch.randn(n, self.n_parameters, dtype=self.mean.dtype, generator=generator)
+        noise = torch.randn(n, self.n_parameters, dtype=self.mean.dtype, generator=generator).to(self.mean)
         return self.mean + noise / self.prior_precision.sqrt()
 
 
