@@ -64,6 +64,10 @@ _SEVERAL |= {name for name in BY_EXAMPLE if name.startswith("ScaledDotProduct")}
 """Operations of which other inputs than the first have examples, too."""
 
 
+_RESULTS = "_input_metadata"
+"""Where a node has the shapes of what its operation made, whose gradients it is given."""
+
+
 class Place(NamedTuple):
     """Among the entries of a tensor with B examples, ``[before, B, behind]``."""
 
@@ -110,7 +114,7 @@ def places(outputs: Tensor, edges: Sequence[Any]) -> tuple[list[Any] | None, fro
         if sources[node]:
             leading.add(node)
         if sources[node] or node in wanted_nodes:
-            shapes[node] = [own.shape for own in node._input_metadata]
+            shapes[node] = [own.shape for own in getattr(node, _RESULTS)]
     n, found = len(outputs), dict[Any, dict[int, Place]]()
     if outputs.grad_fn is not None:
         found[outputs.grad_fn] = {outputs.output_nr: Place(1, outputs.numel() // max(1, n))}
@@ -147,14 +151,14 @@ def _source(
     elif name in BY_EXAMPLE:
         own = 0 if axis == 0 else None
     elif name in _NORMALISATIONS:  # with the examples among channels in instance normalisation
-        own = axis if axis == int(node._saved_training) else None
+        own = axis if axis == int(_kept(node, "training")) else None
     elif name in _PRODUCTS:  # [B, i, k] times [B, k, j]
         if axis == len(shape) - 3 or axis == len(shape) - 2 + number - first:
             own = axis
     elif name in {"T", "Transpose", "Permute"}:
         own = _order(node, len(shape))[axis]
     elif name == "Index":
-        own = axis if _keeps_axis(node._saved_indices, axis, shape[axis]) else None
+        own = axis if _keeps_axis(_kept(node, "indices"), axis, shape[axis]) else None
     elif name in ALONG:
         axes = _axes(node, max(len(shape), len(given)))
         kept = [k for k in range(len(shape)) if len(shape) < len(given) or k not in axes]
@@ -174,8 +178,13 @@ def _name(kind: str) -> str:
 def _is_idle(node: Any, shape: Sequence[int]) -> bool:
     """Whether strides are those that a mean has anyway, as of averages over all positions of images by channels."""
     dense = torch.empty(shape, device="meta").stride()
-    is_same = [size == 1 or one == other for size, one, other in zip(shape, node._saved_stride, dense, strict=True)]
+    is_same = [size == 1 or one == other for size, one, other in zip(shape, _kept(node, "stride"), dense, strict=True)]
     return all(is_same) and _name(type(node.next_functions[0][0]).__name__) == "Mean"
+
+
+def _kept(node: Any, name: str, default: Any = None) -> Any:
+    """What autograd keeps of an operation's arguments."""
+    return getattr(node, f"_saved_{name}", default)
 
 
 def _keeps_axis(indices: Sequence[Tensor | None], axis: int, size: int) -> bool:
@@ -196,9 +205,9 @@ def _axis(number: int, count: int) -> int:
 
 def _order(node: Any, count: int) -> list[int]:
     """Which axis of its input each axis of a transpose is."""
-    if hasattr(node, "_saved_dims"):
-        return [_axis(number, count) for number in node._saved_dims]
-    pair = [_axis(getattr(node, name, number), count) for number, name in enumerate(("_saved_dim0", "_saved_dim1"))]
+    if (dims := _kept(node, "dims")) is not None:
+        return [_axis(number, count) for number in dims]
+    pair = [_axis(_kept(node, f"dim{number}", number), count) for number in range(2)]
     order = list(range(count))
     for one, other in (pair, reversed(pair)):
         order[one] = other
@@ -207,10 +216,9 @@ def _order(node: Any, count: int) -> list[int]:
 
 def _axes(node: Any, count: int) -> list[int]:
     """The axes that an operation works along; none if it does not say."""
-    if hasattr(node, "_saved_pad"):
-        return [*range(count - len(node._saved_pad) // 2, count)]
-    if hasattr(node, "_saved_normalized_shape"):
-        return [*range(count - len(node._saved_normalized_shape), count)]
-    found = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    last = len(_kept(node, "pad", ())) // 2 or len(_kept(node, "normalized_shape", ()))
+    if last:
+        return [*range(count - last, count)]
+    found = _kept(node, "dim", _kept(node, "dims"))
     axes = (found,) if isinstance(found, int) else found or ()
     return [_axis(number, count) for number in axes]
