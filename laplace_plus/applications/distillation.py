@@ -117,7 +117,7 @@ class DistilledPosterior(FrozenPosterior):
         for name, reduced in self.taps.items():
             value = reduced(_PASS.taken[name])
             if value.ndim < outputs.ndim:
-                value = value.view(len(value), *[1] * (outputs.ndim - 2), -1).expand(*outputs.shape[:-1], -1)
+                value = value.view(value.shape[0], *[1] * (outputs.ndim - 2), -1).expand(*outputs.shape[:-1], -1)
             parts.append(value)
         return outputs if self.heat == 1 else outputs / self.heat, torch.cat(parts, -1)
 

@@ -229,3 +229,48 @@ def test_compiled_and_exported_modules_take_other_batches(size, kind, way):
         module = lp.distill(posterior, x, **QUICK)
         for own, wanted in zip(served(module, way, x[:3])(x), module(x), strict=True):
             torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Recurrent(nn.Module):
+    """An LSTM's last hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.read(x)[0][:, -1])
+
+
+class Attentive(nn.Module):
+    """Attention over a sequence with a token of the class before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.each, self.head = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x):
+        q, k, v = self.each(torch.cat([self.start.expand(x.shape[0], -1, -1), x], 1))[:, None].chunk(3, -1)
+        return self.head(nn.functional.scaled_dot_product_attention(q, k, v)[:, 0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["export", "onnx"])
+@pytest.mark.parametrize("kind", ["convolutions", "recurrent", "attention", "lora"])
+def test_networks_of_several_kinds_export(kind, way):
+    torch.manual_seed(0)
+    x, parameters = torch.randn(40, 6, 4), "all"
+    if kind == "convolutions":
+        x = torch.randn(40, 1, 8, 8)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3), nn.ReLU())
+        model = model.append(nn.Flatten()).append(nn.Linear(5, 3))
+    else:
+        model = Recurrent() if kind == "recurrent" else Attentive()
+    if kind == "lora":
+        peft, parameters = pytest.importorskip("peft"), "lora"
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["each"], init_lora_weights=False))
+    posterior = lp.KFAC(model.eval(), "classification", parameters=parameters).fit([(x, torch.arange(40) % 3)])
+    with torch.no_grad():
+        module = lp.distill(posterior, x, **QUICK)
+        for own, wanted in zip(served(module, way, x[:3])(x), module(x), strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
