@@ -220,6 +220,15 @@ def test_a_poor_head_says_so():
         lp.distill(posterior, x, **QUICK | {"steps": 1})
 
 
+def test_a_head_that_fails_on_altered_inputs_alone_says_so(monkeypatch):
+    posterior, x = fitted(2)
+    alterations = iter([lambda own: own, lambda own: 4 + 3 * own])  # of those fitted to, and of those held back
+    monkeypatch.setattr(distillation, "_altered", lambda own, _: next(alterations)(own))
+    with pytest.warns(UserWarning, match="only altered copies differ"):
+        module = lp.distill(posterior, torch.randn(300, 3), copies=1, width=8, steps=150)
+    assert module.quality.r2_held > 0.9 > module.quality.r2_altered
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("size", "kind"), [(1, "regression"), (2, "classification"), (3, "classification")])
