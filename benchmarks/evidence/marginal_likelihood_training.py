@@ -243,7 +243,8 @@ def table(results: list[dict[str, Any]]) -> list[str]:
         cells = []
         for metric in ("accuracy", "nll", "apart", "ece"):
             mean, error = mean_and_error([own[metric] for own in apart])
-            cells.append(f"{mean:.4f} ± {error:.4f}" if metric != "apart" or name != best else "")
+            text = f"{mean:.4f}" if math.isnan(error) else f"{mean:.4f} ± {error:.4f}"
+            cells.append(text if metric != "apart" or name != best else "")
         seconds = [own["cpu_seconds"] for own in apart if "cpu_seconds" in own]
         cells.append(f"{sum(seconds) / len(seconds):.0f}" if seconds else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -280,7 +281,7 @@ def write(output: Path, settings: dict[str, Any], results: list[dict[str, Any]])
     ]
     for network in dict.fromkeys(result["network"] for result in results):
         own = [result for result in results if result["network"] == network]
-        text += ["", f"## {network}, {own[0]['n_parameters']} weights, {len(own)} seeds", "", *table(own)]
+        text += ["", f"## {network}, {own[0]['n_parameters']} weights, seeds: {len(own)}", "", *table(own)]
         text += [
             "",
             "Evidence in nats after the updates of the hyperparameters, and each layer's precision at the end:",
