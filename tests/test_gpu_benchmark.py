@@ -22,6 +22,14 @@ def called(monkeypatch, folder, *options):
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def _precision(monkeypatch):
+    """The command sets torch's, for all that follows."""
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    for name in ("allow_tf32", "benchmark"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+
+
 @pytest.fixture
 def steps(monkeypatch):
     """Parts of three rows, of which one fails and one takes too long; and what was measured."""
@@ -130,6 +138,7 @@ def test_devices_do_not_mix_on_a_pretended_card():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # as in a process of its own
 def test_every_branch_runs(monkeypatch, tmp_path):
     rows = called(monkeypatch, tmp_path)
     assert [row for row in rows if "error" in row or row.get("failed")] == []
