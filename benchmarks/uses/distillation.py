@@ -39,7 +39,11 @@ the adapters), tuned by default, is distilled on the training inputs with the de
 batch of 256 and of one input. R² is that of log-variances and ranks are Spearman's correlations of variances: of
 outputs, and for classes of a logit's differences from others that may win. AUROC is that of other data, by the entropy
 of the prediction, or the variance of real outputs. `resnet18` (images of 64 × 64) and `bert` (4 layers of 256 units, 64
-tokens) are untrained and show what the module costs beside a network of ordinary size.
+tokens) are untrained and show what the module costs beside a network of ordinary size. "With more copies" has
+`copies=24, width=64, steps=4000`: there are 720 inputs to fit to.
+
+An LSTM misses R² of .95 and ranks of .9, as what its gates do at each step enters no layer. A network that takes
+microseconds for an input pays for some twenty small operations of the head.
 """
 
 
@@ -262,11 +266,13 @@ def measured(name: str) -> Iterator[tuple[str, list[float]]]:
         yield "exact", row(exact.predictive, found)
         if name != "lora":
             yield "last layer", row(lp.freeze(last), {part: variances(last, own).log() for part, own in sets.items()})
-    start = time.process_time()
-    module = lp.distill(exact, x)
-    sys.stderr.write(f"{name}: {module.quality}, {time.process_time() - start:.0f} s\n")
-    with torch.no_grad():
-        yield "distilled", row(module, {part: module(own).functional_variance.log() for part, own in sets.items()})
+    for label, more in (("distilled", {}), ("with more copies", {"copies": 24, "width": 64, "steps": 4000})):
+        start = time.process_time()
+        module = lp.distill(exact, x, **more)
+        sys.stderr.write(f"{name}: {module.quality}, {time.process_time() - start:.0f} s\n")
+        with torch.no_grad():
+            logs = {part: module(own).functional_variance.log() for part, own in sets.items()}
+            yield label, row(module, logs)
 
 
 def agreed(found: Tensor, wanted: Tensor) -> tuple[float, float]:
