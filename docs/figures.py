@@ -458,7 +458,7 @@ def graphs() -> Figure:
         shown = panel.scatter(*zip(*(places[i] for i in range(60)), strict=True), c=values, s=32, zorder=3, **style)
         panel.set(title=name, xticks=[], yticks=[], xlabel="" if k else "bold rim: in training")
         panel.spines[:].set_visible(False)
-        figure.colorbar(shown, ax=panel, location="bottom", aspect=30)
+        figure.colorbar(shown, ax=panel, location="bottom", aspect=30, ticks=mpl.ticker.MaxNLocator(3))
     return figure
 
 
