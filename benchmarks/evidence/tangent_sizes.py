@@ -39,7 +39,7 @@ CURVATURES: dict[str, Callable[[nn.Module], lp.GaussianPosterior]] = {
     "ekfac, sampled labels": lambda model: lp.KFAC(
         model, "classification", eigenvalue_corrected=True, backend=lp.Native("ggn_mc")
     ),
-    "last layer": lambda model: lp.KFAC(model, "classification", subset="last_layer"),
+    "last layer": lambda model: lp.KFAC(model, "classification", parameters="last_layer"),
 }
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
