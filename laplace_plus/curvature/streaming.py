@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from laplace_plus import checks
 from laplace_plus.errors import DataError, ModelChangedError
@@ -22,6 +23,20 @@ from laplace_plus.structured.gradients import slices
 
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""
+
+
+def in_order(data: Iterable[Any]) -> Iterable[Any]:
+    """A loader with ``shuffle=True`` in the order of its dataset, since rows keep their places; other data as they are.
+
+    With ``drop_last`` each pass has other examples, which is found out later.
+    """
+    if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler or data.drop_last:
+        return data
+    sampler: Any = data.sampler
+    if type(sampler) is not RandomSampler or sampler.replacement or sampler.num_samples != len(sampler.data_source):
+        return data
+    options: Any = {"num_workers": data.num_workers, "collate_fn": data.collate_fn, "pin_memory": data.pin_memory}
+    return DataLoader(data.dataset, data.batch_size, worker_init_fn=data.worker_init_fn, **options)
 
 
 class Stream:
@@ -43,7 +58,7 @@ class Stream:
             got, fix = f"a {type(data).__name__}", "Pass the DataLoader itself, or list(...) of the batches."
             raise DataError("The data can be run over only once.", expected=expected, got=got, fix=fix)
         self.network = network if isinstance(network, Network) else Network(network, "all", arrange)
-        self.data, self.chunk_size, self.progress = data, chunk_size, progress
+        self.data, self.chunk_size, self.progress = in_order(data), chunk_size, progress
         self.network.check_finite()
         self._mark, self._names = self.network.mark(), self.network.parameter_names
         self.n_data = self.n_outputs = 0
@@ -104,5 +119,5 @@ class Stream:
             "The data are not the same in every pass.",
             expected=f"the same {self.n_data} examples as in the first pass",
             got=got,
-            fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
+            fix="Use no random augmentation or sampling, or a list of batches; padding must not change, either.",
         )

@@ -22,7 +22,7 @@ from problems import (
 )
 from torch import Tensor, nn
 from torch.autograd import gradcheck
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import laplace_plus as lp
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator, JacobianOperator
@@ -73,19 +73,36 @@ def test_seeds():
     assert torch.equal(state, torch.get_rng_state())
 
 
+class Shuffled(RandomSampler):
+    """A sampler of one's own."""
+
+
+def of_rows(model, data):
+    kinds = JacobianOperator(model, data), FisherOperator(model, "classification", data)
+    return *kinds, GGNOperator(model, "classification", data).root()
+
+
 def test_the_order_may_change_where_it_does_not_matter():
     model, data = problem(lp.Categorical(), 3)
     x, y = whole(data)
-    shuffled = DataLoader(TensorDataset(x, y), 5, shuffle=True, generator=torch.Generator().manual_seed(0))
-    v = normal(2, 31)
-    close(GGNOperator(model, "classification", shuffled)(v), GGNOperator(model, "classification", data)(v), 1e-12)
-    for operator in (
-        JacobianOperator(model, shuffled),
-        FisherOperator(model, "classification", shuffled),
-        GGNOperator(model, "classification", shuffled).root(),
-    ):
+    examples, source, v = TensorDataset(x, y), torch.Generator().manual_seed(0), normal(2, 31)
+    other = DataLoader(examples, 5, sampler=Shuffled(examples, generator=source))
+    close(GGNOperator(model, "classification", other)(v), GGNOperator(model, "classification", data)(v), 1e-12)
+    for operator in of_rows(model, other):
         with pytest.raises(DataError, match="another order"):
             operator(v)
+
+
+def test_a_loader_that_shuffles_is_read_in_the_order_of_its_dataset():
+    model, data = problem(lp.Categorical(), 3)
+    examples = TensorDataset(*whole(data))
+    plain, shuffled = (DataLoader(examples, 5, shuffle=shuffle) for shuffle in (False, True))
+    v = normal(2, 31)
+    for operator, expected in zip(of_rows(model, shuffled), of_rows(model, plain), strict=True):
+        assert torch.equal(operator(v), expected(v))
+    ragged = DataLoader(examples, 5, shuffle=True, drop_last=True)  # has other examples in each pass
+    with pytest.raises(DataError):
+        [JacobianOperator(model, ragged)(v) for _ in range(5)]
 
 
 @pytest.mark.parametrize(
