@@ -100,7 +100,7 @@ BUDGETS = {
     # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
     "applications": 7061,
     "cli": 90,
-    "curvature": 1632,
+    "curvature": 1623,
     "distributed": 298,
     "experiments": 742,
     "geometry": 1397,
@@ -143,8 +143,8 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_789
-    assert sum(n for part, n in lines.items() if part not in APART) <= 38_463
+    assert sum(lines.values()) <= 40_780
+    assert sum(n for part, n in lines.items() if part not in APART) <= 38_454
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_298
     assert size.raises_of(size.FILES) <= 319
     assert len(size.public_names(lp.KFAC)) <= 45

@@ -99,13 +99,11 @@ class _RowOperator(NetworkOperator):
         NetworkOperator.__init__(self, stream, n_rows)
         self._output_root = output_root
 
-    def _passed(
-        self, vectors: Tensor | None, *, ordered: bool = True
-    ) -> Iterator[tuple[Linearization, Tensor, OutputRoot, slice]]:
+    def _passed(self, vectors: Tensor | None) -> Iterator[tuple[Linearization, Tensor, OutputRoot, slice]]:
         """Each batch linearised, its ``J v`` for some vectors or none, S, and its slice of rows."""
         start = first_row = 0
         pushed = torch.empty(0)
-        for batch, line in self._stream.linearizations(type(self).__name__, ordered=ordered):
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
             if vectors is not None:  # the outputs come with it
                 pushed = torch.cat([line.push(vectors[some]) for some in self._stream.chunks(len(vectors))])
             root = self._output_root(batch, line.outputs, first_row)
@@ -133,14 +131,11 @@ class _RowOperator(NetworkOperator):
     def _apply_transposed(self, vectors: Tensor) -> Tensor:
         return self._run(self._multiply_transposed, self, self.shape[1], vectors)
 
-    def rows(self, chosen: Tensor, *, ordered: bool = True) -> Tensor:
-        """The rows of those numbers ``[k]``, which ascend: ``[k, n]``, by a backward pass over its batch for each.
-
-        Unless ``ordered`` the data may come in any order, so that the numbers are those of that pass.
-        """
+    def rows(self, chosen: Tensor) -> Tensor:
+        """The rows of those numbers ``[k]``, which ascend: ``[k, n]``, by a backward pass over its batch for each."""
         parts = [torch.zeros(0, self.shape[1], dtype=self.dtype, device=self.device)]
         with exact_arithmetic(self.network), torch.no_grad():
-            for line, _, root, where in self._passed(None, ordered=ordered):
+            for line, _, root, where in self._passed(None):
                 own = chosen[(chosen >= where.start) & (chosen < where.stop)].to(self.device) - where.start
                 for some in self._stream.chunks(len(own)):
                     unit = nn.functional.one_hot(own[some], root.size).to(parts[0])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from laplace_plus import checks
 from laplace_plus.errors import DataError, ModelChangedError
@@ -26,17 +26,13 @@ CHUNK_SIZE = 16
 
 
 def in_order(data: Iterable[Any]) -> Iterable[Any]:
-    """A loader with ``shuffle=True`` in the order of its dataset, since rows keep their places; other data as they are.
-
-    With ``drop_last`` each pass has other examples, which is found out later.
-    """
-    if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler or data.drop_last:
-        return data
-    sampler: Any = data.sampler
+    """A loader with ``shuffle=True`` in the order of its dataset, as rows keep their places; other data as they are."""
+    sampler: Any = data.sampler if type(data) is DataLoader else None
     if type(sampler) is not RandomSampler or sampler.replacement or sampler.num_samples != len(sampler.data_source):
         return data
-    options: Any = {"num_workers": data.num_workers, "collate_fn": data.collate_fn, "pin_memory": data.pin_memory}
-    return DataLoader(data.dataset, data.batch_size, worker_init_fn=data.worker_init_fn, **options)
+    own: Any = data
+    kept = {name: getattr(own, name) for name in ("num_workers", "collate_fn", "pin_memory", "worker_init_fn")}
+    return DataLoader(own.dataset, own.batch_size, drop_last=own.drop_last, **kept)
 
 
 class Stream:

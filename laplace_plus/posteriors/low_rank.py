@@ -162,7 +162,7 @@ class LowRank(GaussianPosterior):
         jacobian = JacobianOperator(self.network, data, progress=progress)
         numbers = range(jacobian.shape[0])
         chosen = Random(draw_seed(generator)).sample(numbers, min(self.rank, len(numbers)))
-        return jacobian.rows(torch.tensor(sorted(chosen)), ordered=False)
+        return jacobian.rows(torch.tensor(sorted(chosen)))
 
     @override
     def _evidence_curvature(self, state: GaussianState) -> Curvature:
