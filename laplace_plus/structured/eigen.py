@@ -44,7 +44,7 @@ class EigenFactor(Factor):
 
     @cached_property
     def _inverse(self) -> Tensor:
-        return self.values.reciprocal()  # which takes a tenth of a prediction for one input
+        return self.values.reciprocal()  # kept for all predictions: a division of as many numbers as there are weights
 
     @override
     def log_determinant(self) -> Tensor:

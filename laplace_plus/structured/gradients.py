@@ -260,10 +260,8 @@ class OuterGradients(ExampleGradients):
             columns, rows = times(columns, right), rows if left is None else times(rows, left)
             return OuterGradients(columns, rows, right_sizes=(1, *columns.shape[2:]))
         # Matrices take fewer operations than a side with more positions than they have vectors, and less memory.
-        left_first, right_first = (
-            self.n_positions <= self.shape[2],
-            self.n_positions <= self.n_cotangents * self.shape[1],
-        )
+        left_first = self.n_positions <= self.shape[2]
+        right_first = self.n_positions <= self.n_cotangents * self.shape[1]
 
         def expand_right(raw: Tensor) -> Tensor:
             rows = self.expand_right(raw).to(dtype)

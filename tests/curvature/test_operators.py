@@ -80,6 +80,7 @@ each_likelihood = pytest.mark.parametrize(
     "weight_normed",
 )
 @each_typical
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 def test_architectures(architecture: Architecture):
     jacobian, ggn, _ = twins.oracle(architecture)
     flat = jacobian.flatten(0, 1)
