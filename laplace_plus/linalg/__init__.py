@@ -17,7 +17,6 @@ Estimates come as an :class:`Estimate` with a standard error, solutions as a :cl
 :class:`Status`.
 """
 
-from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.cg import cg
 from laplace_plus.linalg.estimates import Estimate, draw_probes
 from laplace_plus.linalg.krylov import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
@@ -26,7 +25,6 @@ from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
 from laplace_plus.linalg.matrix_functions import (
     FunctionValue,
     arnoldi_function,
-    bilinear,
     matrix_function,
     of_eigenvalues,
     phi,
@@ -47,7 +45,6 @@ from laplace_plus.linalg.traces import diagonal, trace
 __all__ = [
     "AlternatingProjection",
     "ArnoldiDecomposition",
-    "Bidiagonalization",
     "Dense",
     "Diagonal",
     "Estimate",
@@ -67,8 +64,6 @@ __all__ = [
     "Status",
     "arnoldi",
     "as_operator",
-    "bidiagonalize",
-    "bilinear",
     "cg",
     "diagonal",
     "draw_probes",

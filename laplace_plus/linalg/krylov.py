@@ -235,7 +235,7 @@ class KrylovSpace:
         if operator.symmetric:
             if check_symmetry:
                 scale = hessenberg.abs().amax(dim=(-2, -1), keepdim=True)
-                require_adjoint(hessenberg, hessenberg.mT, scale, start.dtype, operator.complaint)
+                require_adjoint(hessenberg, hessenberg.mT, scale, start.dtype)
             diagonal, off_diagonal = (self.matrix.diagonal(side, dim1=-2, dim2=-1) for side in (0, -1))
             side = torch.diag_embed(off_diagonal, 1)
             self.matrix = torch.diag_embed(diagonal) + side + side.mT

@@ -68,8 +68,6 @@ class LinearMap:
     multiplied so far, with A or its transpose.
     """
 
-    complaint = NOT_SYMMETRIC
-
     def __init__(
         self,
         matvec: Matvec,

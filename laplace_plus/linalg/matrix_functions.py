@@ -62,7 +62,8 @@ def matrix_function(
 
     Costs one product (of the stack) per step and memory for K vectors each. Exact once K reaches the number of distinct
     eigenvalues, and for polynomials of degree below K. Otherwise the error is at most 2‖v‖ times that of the best
-    polynomial of degree K − 1 on the spectrum. Other operators: :func:`~laplace_plus.linalg.arnoldi_function`.
+    polynomial of degree K − 1 on the spectrum; of ``vᵀ f(A) v = (value * v).sum(-1)``, Gauss quadrature, that of degree
+    2K − 1. Other operators: :func:`~laplace_plus.linalg.arnoldi_function`.
 
     The value is differentiable in v, in the tensors that A depends on, and in those that f depends on. For a cotangent
     u, ``f(A) u`` on the Krylov space of u is the gradient in v, and the Daleckii–Krein formula between both spaces that
@@ -91,79 +92,18 @@ def matrix_function(
     """
     start = start_vectors(v, depth)
     space = SpectralSpace(matvec, start, depth, parameters=parameters)
+    coordinates, error = space.evaluated(partial(space.coordinates, f))
+    now = coordinates.detach()
+    converged, matvecs, shape = _has_converged(space, error, now), space.operator.matvecs, start.shape
 
-    def pullback(u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return _two_sided(matvec, f, space, start, u)
+    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+        to_start, gradients = _two_sided(matvec, f, space, start, cotangent.reshape(-1, shape[-1]))
+        return to_start.reshape(shape).to(start.dtype), *gradients
 
-    return _evaluate(space, start, partial(space.coordinates, f), space.combine, pullback)
-
-
-@without_autocast
-def bilinear(
-    matvec: Matvec,
-    f: SpectralFunction,
-    v: Tensor,
-    *,
-    depth: int = 30,
-    parameters: Iterable[Tensor] | None = None,
-) -> FunctionValue:
-    """``vᵀ f(A) v`` for a symmetric operator, by Gauss quadrature.
-
-    Costs one product per step, and converges twice as fast as ``f(A) v``: exact for polynomials of degree below 2K.
-
-    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on. The derivative
-    is that with the Krylov space held fixed, ``2 f(A) v`` for v and one vector–Jacobian product batched over K vectors
-    for A; it is as accurate as ``f(A) v``.
-
-    Arguments and errors are those of :func:`matrix_function`.
-
-    Returns:
-        ``value [...]`` and ``error [...]`` (float32 for half precision).
-
-    Example:
-        >>> matrix = torch.diag(torch.tensor([1.0, 4.0, 9.0]))
-        >>> round(bilinear(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.item(), 4)
-        6.0
-    """
-    start = start_vectors(v, depth)
-    space = SpectralSpace(matvec, start, depth, parameters=parameters)
-
-    def result(forms: Tensor) -> Tensor:
-        return forms[:, 0].to(space.vectors.dtype)
-
-    def pullback(u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        to_start = space.combine(2 * u[:, None] * space.coordinates(f).detach())
-        return to_start, space.parameter_gradients(u.double()[:, None, None] * space.quadrature_gradient(f))
-
-    return _evaluate(space, start, partial(space.quadrature, f), result, pullback)
-
-
-def _evaluate(
-    space: SpectralSpace,
-    start: Tensor,
-    evaluate: Callable[[int | None], Tensor],
-    result: Callable[[Tensor], Tensor],
-    pullback: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]],
-) -> FunctionValue:
-    """A function on the Krylov spaces of start vectors.
-
-    ``evaluate`` gives what converges with the depth, ``[batch, k]``; ``result`` makes the value ``[batch, ...]`` of it.
-    ``pullback`` takes a cotangent ``[batch, ...]`` and gives the gradients in the start vectors and in A's tensors.
-    """
-    with_graph, error = space.evaluated(evaluate)
-    now = with_graph.detach()
-    converged = _has_converged(space, error, now)
-    value, matvecs, shape = result(now), space.operator.matvecs, start.shape[:-1]
-    flat = value.shape
-
-    def differentiate(cotangent: Tensor) -> tuple[Tensor, ...]:
-        to_start, gradients = pullback(cotangent.reshape(flat))
-        return to_start.reshape(start.shape).to(start.dtype), *gradients
-
-    value = attach_one(value.reshape((*shape, *flat[1:])), [start, *space.operator.tensors], differentiate)
-    if with_graph.requires_grad:  # f depends on tensors of its own
-        value = value + result(with_graph - now).reshape(value.shape)
-    return FunctionValue(value, error.reshape(shape).to(value.dtype), matvecs, converged, space.depth)
+    value = attach_one(space.combine(now).reshape(shape), [start, *space.operator.tensors], pullback)
+    if coordinates.requires_grad:  # f depends on tensors of its own
+        value = value + space.combine(coordinates - now).reshape(shape)
+    return FunctionValue(value, error.reshape(shape[:-1]).to(value.dtype), matvecs, converged, space.depth)
 
 
 def _has_converged(space: KrylovSpace, error: Tensor, value: Tensor) -> bool:

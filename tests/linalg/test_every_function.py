@@ -34,9 +34,7 @@ def times(v):
 USES = {
     "lanczos": lambda f: linalg.lanczos(f, V, 3),
     "arnoldi": lambda f: linalg.arnoldi(f, V, 3),
-    "bidiagonalize": lambda f: linalg.bidiagonalize(f, V, 3),
     "matrix_function": lambda f: linalg.matrix_function(f, torch.exp, V),
-    "bilinear": lambda f: linalg.bilinear(f, torch.exp, V),
     "arnoldi_function": lambda f: linalg.arnoldi_function(f, torch.matrix_exp, V),
     "trace": lambda f: linalg.trace(f, N, dtype=torch.float64),
     "trace, nystrom": lambda f: linalg.trace(f, N, matvecs=4, method="xnystrace", dtype=torch.float64),
@@ -49,7 +47,7 @@ USES = {
     "lsmr": lambda f: linalg.lsmr(f, f, V, n=N),
     "project_null_space": lambda f: linalg.project_null_space(f, None, V, m=N),
 }
-SYMMETRIC = ["lanczos", "matrix_function", "bilinear", "slq_logdet", "nystrom", "eigsh", "cg"]
+SYMMETRIC = ["lanczos", "matrix_function", "slq_logdet", "nystrom", "eigsh", "cg"]
 every = pytest.mark.parametrize("use", USES.values(), ids=USES)
 
 
@@ -85,8 +83,6 @@ REFUSED = {
     OperatorError: {
         "lanczos, zero": lambda: linalg.lanczos(times, torch.stack([V, 0 * V]), 2),
         "arnoldi, zero": lambda: linalg.arnoldi(times, 0 * V, 2),
-        "bidiagonalize, zero": lambda: linalg.bidiagonalize(times, 0 * V, 2),
-        "bidiagonalize, transpose": lambda: linalg.bidiagonalize(times, V, 2, rmatvec=lambda u: 2 * u @ A),
         "lsmr, transpose": lambda: linalg.lsmr(times, lambda u: 2 * u @ A, V),
         "cg, preconditioner": lambda: linalg.cg(times, V, preconditioner=lambda r: r[:2]),
     },

@@ -7,7 +7,7 @@ import torch
 from problems import normal
 from torch import Tensor
 
-from laplace_plus.linalg import arnoldi, bidiagonalize, lanczos
+from laplace_plus.linalg import arnoldi, lanczos
 
 float64 = torch.float64
 
@@ -42,20 +42,6 @@ def dense_arnoldi(a: Tensor, v: Tensor, depth: int) -> tuple[Tensor, ...]:
             vectors.append(w / w.norm())
         columns.append(torch.stack([*column, *[v.new_zeros(())] * (depth - len(column))]))
     return torch.stack(vectors), torch.stack(columns, dim=1), w, 1 / v.norm()
-
-
-def dense_bidiagonalization(a: Tensor, v: Tensor, depth: int) -> tuple[Tensor, ...]:
-    left: list[Tensor] = []
-    right, alpha, beta, w = [v / v.norm()], [], [], v
-    for k in range(depth):
-        w = without(a @ right[k], left)
-        alpha.append(w.norm())
-        left.append(w / w.norm())
-        w = without(a.T @ left[k], right)
-        if k + 1 < depth:
-            beta.append(w.norm())
-            right.append(w / w.norm())
-    return torch.stack(left), torch.stack(right), torch.stack(alpha), torch.stack(beta), w, 1 / v.norm()
 
 
 def relative(x: Tensor, y: Tensor) -> float:
@@ -95,17 +81,6 @@ def test_arnoldi_against_autograd(depth, transpose):
     compare((found.vectors, found.hessenberg, found.residual, found.scale), expected, [a, v], cotangents)
 
 
-@pytest.mark.diagonal
-@pytest.mark.parametrize(("m", "n", "depth"), [(20, 14, 2), (14, 20, 7), (16, 16, 8), (5, 12, 5)])
-@pytest.mark.parametrize("transpose", [True, False])
-def test_bidiagonalization_against_autograd(m, n, depth, transpose):
-    a, v = normal(m, n).requires_grad_(), normal(n, seed=1).requires_grad_()
-    found = bidiagonalize(lambda x: x @ a.T, v, depth, m=m, rmatvec=(lambda x: x @ a) if transpose else None)
-    outputs = (found.left, found.right, found.diagonal, found.off_diagonal, found.residual, found.scale)
-    expected = dense_bidiagonalization(a, v, depth)
-    compare(outputs, expected, [a, v], [normal(*x.shape, seed=2) for x in expected])
-
-
 def test_gradcheck_in_start_vectors_and_tensors():
     factor, shift = normal(6, 3).requires_grad_(), normal(6, seed=3).exp().requires_grad_()
     v = normal(2, 6, seed=1).requires_grad_()
@@ -121,11 +96,7 @@ def test_gradcheck_in_start_vectors_and_tensors():
         found = arnoldi(lambda x: operator(f, d)(x).cumsum(-1), v, 3, parameters=[f, d])
         return found.vectors, found.hessenberg, found.residual, found.scale
 
-    def with_bidiagonalization(f: Tensor, d: Tensor, v: Tensor):
-        found = bidiagonalize(lambda x: torch.cat([x @ f, d * x], -1), v, 3, m=9, parameters=[f, d])
-        return found.left, found.right, found.bidiagonal(), found.residual, found.scale
-
-    for function in (with_lanczos, with_arnoldi, with_bidiagonalization):
+    for function in (with_lanczos, with_arnoldi):
         assert torch.autograd.gradcheck(function, (factor, shift, v), eps=1e-6, atol=1e-7, fast_mode=True)
 
 
@@ -162,20 +133,6 @@ def test_derivative_where_the_krylov_spaces_end_at_different_depths():
     torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gradients[1][1], expected[1][1], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gradients[1][0][support], expected[1][0][support], rtol=1e-9, atol=1e-9)
-
-
-def test_bidiagonalization_differentiates_pairs_that_end_early():
-    a = torch.diag(torch.tensor([1.0, 2.0, 4.0, 7.0], dtype=float64)).requires_grad_()
-    v = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=float64).requires_grad_()
-    found = bidiagonalize(lambda x: x @ a.T, v, 3)
-    assert found.rank.tolist() == [2, 3]
-    cotangent = normal(2, 3, 3)
-    gradient = torch.autograd.grad(found.bidiagonal(), v, cotangent)[0]
-    for i, rank in enumerate([2, 3]):
-        _, _, alpha, beta, _, _ = dense_bidiagonalization(a, v[i], rank)
-        small = torch.diag(alpha) + torch.diag(beta, 1)
-        expected = torch.autograd.grad(small, v, cotangent[i, :rank, :rank])[0][i]
-        torch.testing.assert_close(gradient[i, :2], expected[:2], rtol=1e-10, atol=1e-10)
 
 
 def hilbert_error(n: int) -> float:
@@ -237,7 +194,6 @@ def test_no_graph_of_a_product_is_stored():
     saved: list[int] = []
     for run in (
         lambda: lanczos(operator, v, 20).vectors.sum(),
-        lambda: bidiagonalize(operator, v, 20, rmatvec=operator).right.sum(),
         lambda: arnoldi(operator, v, 20).vectors.sum(),
     ):
         graphs.clear()
