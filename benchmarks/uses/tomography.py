@@ -31,17 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tomography_problem import Problem, UNet, projector, stage, train
 
 import laplace_plus as lp
-from laplace_plus.applications.reconstruction import FilterCovariance, ImagePosterior
+from laplace_plus.applications.reconstruction import ImagePosterior
 
-PRIORS = {
-    "scalar": "scalar priors",
-    "filters": "filter priors",
-    "filters + TV": "filter priors and TV-PredCP",
-}
 AT = ("network", "optimum")
 METHODS = {
     "isotropic": "network, isotropic noise of the fit's residuals",
-    **{f"{prior}, {at}": f"{title}, at the {at}" for at in AT for prior, title in PRIORS.items()},
+    **{f"scalar, {at}": f"scalar priors, at the {at}" for at in AT},
     "dropout": "MC dropout",
     "null space": "`lp.NullSpace`",
 }
@@ -93,19 +88,19 @@ class AtOptimum(ImagePosterior):
         """What the tangent model takes for measurements of ``A J θ``, ``[d_y]``: ``y − A (f(z) − J θ̃)``."""
         return self._residual + self._jacobian.double() @ self.network.vector().double()
 
-    def log_marginal_likelihood(self, prior: Any = None, noise_std: Any = None) -> torch.Tensor:
+    def log_marginal_likelihood(self, prior_variance: Any = None, noise_std: Any = None) -> torch.Tensor:
         """``log N(seen; 0, S)``."""
-        root = self._factored(prior, noise_std)[0]
+        root = self._factored(prior_variance, noise_std)[0]
         seen = self.seen()
         return torch.distributions.MultivariateNormal(torch.zeros_like(seen), scale_tril=root).log_prob(seen)
 
     def mean(self) -> torch.Tensor:
         """The image at the optimum, ``f(z) − J θ̃ + K Aᵀ S⁻¹ seen``, ``[d_x]``."""
-        root, coefficients, _ = (one.detach() for one in self._factored())
+        root, variance, _ = (one.detach() for one in self._factored())
         weights = torch.cholesky_solve(self.seen()[:, None], root)[:, 0]
         parts = []
-        for rows in self._chunks(self.image.numel(), lambda found: found.flatten(1), False):
-            across = self.filters.product(rows, self._jacobian, coefficients)
+        for rows in self._chunks(self.image.numel()):
+            across = self._product(rows, self._jacobian, variance)
             parts.append(across @ weights - rows.double() @ self.network.vector().double())
         return self.image.double().flatten() + torch.cat(parts)
 
@@ -146,13 +141,11 @@ def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[
         own = described(problem, mean, covariance, image_noise(problem, std))
         rows[name] = {**own, "noise": std / problem.noise_std, "seconds": time.process_time() - start, **others}
 
-    def tune(posterior: ImagePosterior, start: float, **options: Any) -> tuple[Any, ...]:
-        posterior.fit_prior(**options)
-        length, variance = posterior.prior.values()
+    def tune(posterior: ImagePosterior, start: float) -> tuple[Any, ...]:
+        posterior.fit_prior()
         found = {
             "evidence": float(posterior.log_marginal_likelihood()),
-            "lengthscale": length.expand(len(posterior.blocks)).tolist(),
-            "variance": variance.tolist(),
+            "variance": posterior.prior_variance.tolist(),
         }
         covariance, std = posterior.covariance(), float(posterior.noise_std)
         if isinstance(posterior, AtOptimum):  # beside it: its error bars around the network's image
@@ -164,17 +157,11 @@ def cell(problem: Problem, net: UNet, dropped: UNet, wanted: list[str]) -> dict[
     if "isotropic" in wanted:
         add("isotropic", time.process_time(), mean, nothing, fitted)
     for at in AT:
-        names = [kind for kind in PRIORS if f"{kind}, {at}" in wanted]
-        if names:
+        if f"scalar, {at}" in wanted:
             start = time.process_time()
             make = AtOptimum if at == "optimum" else ImagePosterior
-            posterior = make(net, problem.matrix, blocks=stage).fit(z, y)
-            shared = time.process_time() - start
-        for name in names:
-            posterior.prior, posterior.noise_std = FilterCovariance(float("filters" in name)), fitted
-            rate = problem.gamma * len(y) if "TV" in name else None
-            found, others = tune(posterior, time.process_time() - shared, total_variation=rate)
-            add(f"{name}, {at}", *found, **others)
+            found, others = tune(make(net, problem.matrix, noise_std=fitted, blocks=stage).fit(z, y), start)
+            add(f"scalar, {at}", *found, **others)
     if "dropout" in wanted:
         start = time.process_time()
         torch.manual_seed(0)
@@ -254,7 +241,7 @@ weights are those of Antorán et al. (2022). Training is shorter than theirs: Ad
 half, for {steps} steps, about a sixteenth of their number at 1e-4.
 
 Priors and noise are at the maximum of the evidence, by L-BFGS; variances are at least 1e-3, as the authors' are. Blocks
-are the stages of the network, 1 × 1 convolutions by themselves, for scalar and for filter priors. **At the network**:
+are the stages of the network, 1 × 1 convolutions by themselves. **At the network**:
 evidence and mean are those at the trained weights, as `ImagePosterior` and the authors have it on KMNIST. **At the
 optimum**: the evidence is `log N(y − A (f(z) − J θ̃); 0, A K Aᵀ + σ² I)`, and the mean is the image of the tangent
 model at its own optimum, `f(z) + J (θ* − θ̃)`. Covariances have the same formula.
@@ -286,10 +273,6 @@ def around(row: dict[str, Any]) -> dict[str, Any]:
 
 
 COMPARISONS = [
-    ("filter priors − scalar ones, at the network", "filters, network", "scalar, network"),
-    ("filter priors − scalar ones, at the optimum", "filters, optimum", "scalar, optimum"),
-    ("TV-PredCP − none, filter priors, at the network", "filters + TV, network", "filters, network"),
-    ("TV-PredCP − none, filter priors, at the optimum", "filters + TV, optimum", "filters, optimum"),
     ("optimum − network, scalar priors", "scalar, optimum", "scalar, network"),
     ("scalar priors at the network − MC dropout", "scalar, network", "dropout"),
 ]
@@ -373,34 +356,7 @@ def page(rows: list[dict[str, Any]], options: Any) -> str:
         f"As the mean, the image at the optimum gains {mean(gaps, 3)} nats per pixel over the network's.",
         "",
     ]
-    return "\n".join([*lines, *why(shown, options.folder)]) + "\n"
-
-
-def filters_of(folder: Path) -> str:
-    """How correlated neighbouring taps of trained filters are."""
-    found = []
-    for file in sorted((folder / "nets").glob("*-0.0.pt")):
-        for weight in torch.load(file)["net"].values():
-            if weight.ndim == 4 and weight.shape[-1] > 1:  # noqa: PLR2004
-                products = (weight[..., 1:] * weight[..., :-1]).mean() + (
-                    weight[..., 1:, :] * weight[..., :-1, :]
-                ).mean()
-                found.append(float(products / 2 / weight.square().mean()))
-    return f"{statistics.fmean(found):.2f} on average over layers and networks ({min(found):.2f} to {max(found):.2f})"
-
-
-def why(rows: list[dict[str, Any]], folder: Path) -> list[str]:
-    """What stands behind the differences."""
-    lines = []
-    for name, title in METHODS.items():
-        own = [row["lengthscale"][:5] for row in rows if row["method"] == name and "filters" in name]  # of the stages
-        values = [value for lengths in own for value in lengths]
-        if values:
-            lines.append(f"{title}, {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-    return [
-        f"Correlation of neighbouring taps within the trained filters: {filters_of(folder)}.",
-        f"Length scales in taps, median over stages and images (range): {'; '.join(lines)}.",
-    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from torch.distributions import MultivariateNormal
 
 from laplace_plus import checks, errors
 from laplace_plus._progress import progress_bar
-from laplace_plus.applications.reconstruction.filters import FilterCovariance, Filters
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.linalg import Operator
 from laplace_plus.network.batches import call, output_tensor
@@ -24,8 +23,8 @@ from laplace_plus.network.selection import Selection
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.tuning.tangent_model import batch_jacobian
 
-_LENGTHS, _VARIANCES, _NOISE = (1e-2, 1e2), (1e-10, 1e6), (1e-3, 1e2)
-"""Where hyperparameters are sought: taps, squared weights, and multiples of the measurements' root mean square."""
+_VARIANCES, _NOISE = (1e-10, 1e6), (1e-3, 1e2)
+"""Where hyperparameters are sought: squared weights, and multiples of the measurements' root mean square."""
 _ENTRIES = 2**26
 """Of a Jacobian's rows that are held at a time where all of them are not kept."""
 
@@ -34,25 +33,28 @@ class ImagePosterior:
     """Error bars of an image that a network reconstructs from linear measurements ``y = A f(z) + ε``, ε ~ N(0, σ² I).
 
     The network f was trained on this one image, from a fixed input z. It is linearised at its weights θ̃, with
-    ``J = ∂f/∂θ`` and the prior ``N(0, Λ⁻¹)`` of a :class:`FilterCovariance`. With ``K = J Λ⁻¹ Jᵀ`` and
+    ``J = ∂f/∂θ`` and the prior ``N(0, Λ⁻¹)`` of one variance v for each block of weights. With ``K = J Λ⁻¹ Jᵀ`` and
     ``S = A K Aᵀ + σ² I``, the image has the mean f(z) and the covariance ``K − K Aᵀ S⁻¹ A K``. The evidence is
     ``−½ (log det S + ‖y − A f(z)‖²/σ² + θ̃ᵀ Λ θ̃ + d_y log 2π)``. What is kept is the Jacobian ``[d_y, P]`` of the
-    measurements, and one matrix ``[d_y, d_y]`` for each block and distance of taps.
+    measurements, and for each block its matrix ``A J_b J_bᵀ Aᵀ [d_y, d_y]``, of which ``A K Aᵀ`` is ``Σ_b v_b`` times.
 
     Args:
         model: The trained network; ``f(z)`` is one image ``[1, *, H, W]``.
         operator: A, from flat images: a tensor ``[d_y, d_x]``, dense or sparse, a scipy matrix or an
             ``lp.linalg.Operator``; or a function of images, ``[N, *, H, W] -> [N, *]``, which must be linear.
         noise_std: σ, in units of the measurements.
-        prior: Over the weights; its numbers are those of all blocks, or of each.
+        prior_variance: v > 0, in squared units of the weights; of all blocks, or of each, ``[n_blocks]``.
         blocks: Gives the block of a parameter by its name, such as ``lambda name: name.split(".")[0]``; by default each
             layer is a block.
         parameters: Which weights; see :mod:`laplace_plus.network.selection`.
 
     Attributes:
         image: f(z), ``[*, H, W]``, once fitted.
-        prior, noise_std: May be set; :meth:`fit_prior` sets them.
-        blocks: Names of the blocks, in the order of the prior's numbers.
+        prior_variance, noise_std: May be set; :meth:`fit_prior` sets them.
+        blocks: Names of the blocks, in the order of the variances.
+
+    Raises:
+        ConfigurationError: Variances that are not positive, or of another number of blocks.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Sigmoid(), torch.nn.Conv2d(4, 1, 1))
@@ -68,15 +70,19 @@ class ImagePosterior:
         operator: Any,
         *,
         noise_std: float | Tensor = 1.0,
-        prior: FilterCovariance | None = None,
+        prior_variance: float | Tensor = 1.0,
         blocks: Callable[[str], str] | None = None,
         parameters: Selection = "all",
     ):
         self.network = Network(model, parameters, output_tensor)
-        self.filters = Filters(self.network, blocks)
-        self.blocks = self.filters.names
-        self.operator, self.noise_std = operator, noise_std
-        self.prior = FilterCovariance() if prior is None else prior
+        names = [item.layer if blocks is None else blocks(item.name) for item in self.network.selected]
+        self.blocks = tuple(dict.fromkeys(names))
+        self._pieces: list[tuple[int, slice]] = []  # of each parameter, its block and entries
+        for item, name in zip(self.network.selected, names, strict=True):
+            start = self.network.offsets[item.name]
+            self._pieces.append((self.blocks.index(name), slice(start, start + item.size)))
+        self.operator, self.noise_std, self.prior_variance = operator, noise_std, prior_variance
+        self._variances()
         self._mark: Any = None
 
     @full_precision
@@ -100,10 +106,15 @@ class ImagePosterior:
         for what, values in (("The image", image), ("The operator", matrix), ("A measurement", y)):
             checks.finite(what, values)
         rows = self._rows(inputs, lambda found: found.flatten(1) @ matrix.mT)
-        grams = self.filters.grams(rows)
-        self.image, self._z, self._matrix, self._jacobian, self._grams = image, inputs, matrix, rows, grams
+        grams, vector = y.new_zeros(len(self.blocks), len(y), len(y)), network.vector().double()
+        squares = y.new_zeros(len(self.blocks))
+        for block, own in self._pieces:
+            wide = rows[:, own].double()
+            grams[block].addmm_(wide, wide.mT)
+            squares[block] += vector[own].square().sum()
+        self.image, self._z, self._jacobian, self._grams, self._squares = image, inputs, rows, grams, squares
         self._residual = y - matrix.double() @ image.flatten().double()
-        self._squares, self._scale = torch.empty(0), float(y.square().mean().sqrt()) or 1.0
+        self._scale = float(y.square().mean().sqrt()) or 1.0
         self._mark = network.mark()
         return self
 
@@ -118,96 +129,60 @@ class ImagePosterior:
 
     @full_precision
     def log_marginal_likelihood(
-        self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None
+        self, prior_variance: float | Tensor | None = None, noise_std: float | Tensor | None = None
     ) -> Tensor:
         """The evidence of the measurements in nats, 0-d float64; differentiable. Arguments only ask.
 
         NotPositiveDefiniteError if the noise is too small for float64.
         """
         self.require_fit()
-        root, coefficients, noise = self._factored(prior, noise_std)
-        energy = self.filters.energy(self.network.vector(), coefficients)
-        misfit = self._residual.square().sum() / noise.square() + energy + len(root) * math.log(2 * math.pi)
-        return -misfit / 2 - root.diagonal().log().sum()
-
-    @full_precision
-    def complexity(self, prior: FilterCovariance | None = None, *, progress: bool = False) -> Tensor:
-        """κ ``[n_blocks]`` float64, differentiable: the expected total variation of ``N(f(z), K_b)``, of block b alone.
-
-        It is a closed form; the first call differentiates all differences of neighbours.
-        """
-        self.require_fit()
-        mean = differences(self.image.double()).flatten()
-        if not self._squares.numel():
-            rows = self._chunks(len(mean), lambda found: differences(found).flatten(1), progress)
-            self._squares = torch.cat([self.filters.grams(some, diagonal=True).mT for some in rows])
-        coefficients = self.filters.coefficients(self.prior if prior is None else prior)
-        return expected_absolute(mean[:, None], self.filters.by_block(self._squares * coefficients)).sum(0)
-
-    @full_precision
-    def log_hyperprior(self, rate: float, prior: FilterCovariance | None = None) -> Tensor:
-        """TV-PredCP, ``Σ_b −γ κ_b + log |∂κ_b/∂ℓ_b|``, 0-d float64; differentiable. γ is ``rate``.
-
-        The sum is over blocks with filters of several taps that move the image.
-        """
-        self.require_fit()
-        checks.positive("rate", rate)
-        prior = self.prior if prior is None else prior
-        with torch.enable_grad():
-            length = prior.values()[0].to(self.image.device).expand(len(self.blocks))
-            length = length if length.requires_grad else length.clone().requires_grad_()
-            kappa = self.complexity(FilterCovariance(length, prior.variance))
-            (slope,) = torch.autograd.grad(kappa.sum(), length, create_graph=True)
-            moving = self.filters.by_block(self._squares.abs().sum(0) * (self.filters.distances > 0)) > 0
-            return (slope[moving].abs().log() - rate * kappa[moving]).sum()
+        root, variance, noise = self._factored(prior_variance, noise_std)
+        misfit = self._residual.square().sum() / noise.square() + (self._squares / variance).sum()
+        return -(misfit + len(root) * math.log(2 * math.pi)) / 2 - root.diagonal().log().sum()
 
     @full_precision
     def fit_prior(
         self,
         *,
-        total_variation: float | None = None,
         tune_noise: bool = True,
         min_variance: float = 1e-3,
         tolerance: float = 1e-2,
         max_steps: int = 500,
         progress: bool = False,
     ) -> Self:
-        """Maximise the evidence over ℓ and v of each block and σ, from those of now, by L-BFGS in their logarithms.
+        """Maximise the evidence over v of each block and σ, from those of now, by L-BFGS in their logarithms.
 
         Args:
-            total_variation: γ of :meth:`log_hyperprior`, to be added; by default there is none. For a network trained
-                with ``‖y − A f‖²/d_y + g TV(f)`` the authors take ``g d_y``.
-            tune_noise: Whether to tune σ. Lengths ℓ = 0 stay in any case.
+            tune_noise: Whether to tune σ.
             min_variance: Least v; 1e-3 is the authors'.
             tolerance: On each derivative, in nats; a ConvergenceWarning says that it was not met.
             max_steps: Largest number of steps.
-            progress: Whether to show progress bars.
+            progress: Whether to show a progress bar.
         """
         self.require_fit()
         checks.positive("min_variance", min_variance)
         checks.positive("tolerance", tolerance)
         checks.count("max_steps", max_steps)
-        if total_variation is not None:
-            self.complexity(progress=progress)
-        n, device = len(self.blocks), self.image.device
-        length, variance = (one.detach().to(device).expand(n).clone() for one in self.prior.values())
-        free, noise = self.filters.correlated & (length > 0), as_hyperparameter(self.noise_std).detach().to(length)
-        sizes = [int(free.sum()), n, int(tune_noise)]
+        n, variance = len(self.blocks), self._variances().detach()
+        noise = as_hyperparameter(self.noise_std).detach().to(variance)
 
-        def split(numbers: Tensor) -> tuple[FilterCovariance, Tensor]:
-            lengths, variances, std = numbers.split(sizes)
-            return FilterCovariance(length.masked_scatter(free, lengths), variances), std[0] if tune_noise else noise
-
-        def value(numbers: Tensor) -> Tensor:
-            prior, std = split(numbers)
-            found = self.log_marginal_likelihood(prior, std)
-            return found if total_variation is None else found + self.log_hyperprior(total_variation, prior)
+        def split(numbers: Tensor) -> tuple[Tensor, Tensor]:
+            return numbers[:n], numbers[n] if tune_noise else noise
 
         lowest, highest = min(self._scale * _NOISE[0], float(noise)), max(self._scale * _NOISE[1], float(noise))
-        limits = torch.tensor([_LENGTHS, (max(min_variance, _VARIANCES[0]), _VARIANCES[1]), (lowest, highest)])
-        low, high = limits.double().repeat_interleave(torch.tensor(sizes), 0).to(length.device).unbind(1)
-        start = torch.cat([length[free], variance, noise.expand(int(tune_noise))]).clamp(low, high)
-        self.prior, self.noise_std = split(_maximise(value, start, low, high, tolerance, max_steps, progress))
+        limits = torch.tensor([(max(min_variance, _VARIANCES[0]), _VARIANCES[1]), (lowest, highest)]).to(variance)
+        low, high = limits.repeat_interleave(torch.tensor([n, int(tune_noise)], device=limits.device), 0).unbind(1)
+        start = torch.cat([variance, noise.expand(int(tune_noise))]).clamp(low, high)
+        found = _maximise(
+            lambda numbers: self.log_marginal_likelihood(*split(numbers)),
+            start,
+            low,
+            high,
+            tolerance,
+            max_steps,
+            progress,
+        )
+        self.prior_variance, self.noise_std = split(found)
         return self
 
     @full_precision
@@ -262,16 +237,30 @@ class ImagePosterior:
         drawn = (noise * values.clamp_min(0).sqrt()) @ vectors.mT
         return self.image + drawn.view(n, *self.image.shape).to(self.image)
 
+    def _variances(self, value: float | Tensor | None = None) -> Tensor:
+        """The prior variance of each block, ``[n_blocks]`` float64; differentiable."""
+        given = as_hyperparameter(self.prior_variance if value is None else value).double().to(self.network.device)
+        checks.numbers("prior_variance", given, above=0.0)
+        fix = f"Pass one number, or one for each block: {', '.join(self.blocks)}."
+        return checks.shape("prior_variance", given, [len(self.blocks)] * given.ndim, fix).expand(len(self.blocks))
+
     def _factored(
-        self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None
+        self, prior_variance: float | Tensor | None = None, noise_std: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The Cholesky factor of S, the prior's coefficients and σ; differentiable."""
+        """The Cholesky factor of S, v of each block and σ; differentiable."""
         noise = as_hyperparameter(self.noise_std if noise_std is None else noise_std).double().to(self._grams.device)
         checks.positive("noise_std", noise.tolist())
-        coefficients = self.filters.coefficients(self.prior if prior is None else prior)
-        total = (coefficients @ self._grams.flatten(1)).view(self._grams.shape[1:])
+        variance = self._variances(prior_variance)
+        total = torch.tensordot(variance, self._grams, 1)
         total = total + noise.square() * torch.eye(len(total)).to(total)
-        return _cholesky(total, "covariance of measurements", "Raise noise_std."), coefficients, noise
+        return _cholesky(total, "covariance of measurements", "Raise noise_std."), variance, noise
+
+    def _product(self, left: Tensor, right: Tensor, variance: Tensor) -> Tensor:
+        """``L Λ⁻¹ Rᵀ`` in float64, for rows ``[n, P]`` and ``[m, P]``."""
+        found = variance.new_zeros(len(left), len(right))
+        for block, own in self._pieces:
+            found.addmm_(left[:, own].double() * variance[block], right[:, own].double().mT)
+        return found
 
     def _rows(self, inputs: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
         """The Jacobian ``[n, P]`` of a linear function of the image, ``[1, *, H, W] -> [1, n]``."""
@@ -283,21 +272,20 @@ class ImagePosterior:
 
         return batch_jacobian(self.network.of(view, lambda found: found), inputs)[1]
 
-    def _chunks(self, parts: int | list[Tensor], function: Any, progress: bool) -> Iterator[Tensor]:
-        """Some rows at a time of the Jacobian of a linear function of the image; of n, as many as memory suggests."""
+    def _chunks(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
+        """Rows ``[n, P]`` of the image's Jacobian: of some pixels, or of all, as many at a time as memory suggests."""
         if isinstance(parts, int):
             parts = [*torch.arange(parts).split(max(1, _ENTRIES // self.network.n_parameters))]
         for part in progress_bar(parts, enabled=progress, description="Jacobian of the image"):
             index = part.to(self._jacobian.device)
-            yield self._rows(self._z, lambda found, index=index: function(found)[:, index])  # type: ignore[misc]
+            yield self._rows(self._z, lambda found, index=index: found.flatten(1)[:, index])  # type: ignore[misc]
 
     def _covariances(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
         """The posterior covariance of some pixels at a time."""
-        root, coefficients, _ = (one.detach() for one in self._factored())
-        for rows in self._chunks(parts, lambda found: found.flatten(1), progress):
-            across = self.filters.product(rows, self._jacobian, coefficients)
-            white = torch.linalg.solve_triangular(root, across.mT, upper=False)
-            yield self.filters.product(rows, rows, coefficients) - white.mT @ white
+        root, variance, _ = (one.detach() for one in self._factored())
+        for rows in self._chunks(parts, progress):
+            white = torch.linalg.solve_triangular(root, self._product(self._jacobian, rows, variance), upper=False)
+            yield self._product(rows, rows, variance) - white.mT @ white
 
 
 def _operator_matrix(operator: Any, image: Tensor) -> Tensor:
@@ -311,24 +299,6 @@ def _operator_matrix(operator: Any, image: Tensor) -> Tensor:
             found = operator(torch.eye(image.numel()).to(image).view(-1, *image.shape)).flatten(1).mT
     checks.shape("The operator", found, [None, image.numel()])
     return found.detach().to(image)
-
-
-def differences(images: Tensor) -> Tensor:
-    """Differences of vertical and of horizontal neighbours, ``[*, H, W] -> [*, (H−1) W + H (W−1)]``."""
-    return torch.cat([images.diff(dim=-2).flatten(-2), images.diff(dim=-1).flatten(-2)], -1)
-
-
-def expected_absolute(mean: Tensor, variance: Tensor) -> Tensor:
-    """``E|N(m, v)| = √(2v/π) exp(−m²/2v) + m erf(m/√(2v))``, and ``|m|`` where v = 0; twice differentiable where v > 0.
-
-    >>> expected_absolute(torch.tensor([0.0, -3.0]), torch.tensor([1.0, 0.0]))
-    tensor([0.7979, 3.0000])
-    """
-    known = variance > 0
-    some = torch.where(known, variance, 1.0)  # no division by zero may enter derivatives
-    scaled = mean / (2 * some).sqrt()
-    spread = (2 * some / math.pi).sqrt() * torch.exp(-scaled.square()) + mean * torch.erf(scaled)
-    return torch.where(known, spread, mean.abs())
 
 
 def _maximise(
