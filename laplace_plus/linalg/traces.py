@@ -13,7 +13,6 @@ bases held fixed. It is unbiased as well, and takes one batched vector–Jacobia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -94,9 +93,11 @@ def trace(
     choice("trace method", method, get_args(TraceMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, parameters=parameters, dtype=dtype)
-    source = _Source(operator, "signs" if method == "hutchinson" else "sphere", generator, dtype, device)
-    ways: dict[str, _Way] = {"xtrace": _xtrace, "xnystrace": _xnystrace, "hutchinson": partial(_hutchinson, _dots)}
-    return _estimate(method, ways[method], _dots, source, matvecs)
+    kind: Probes = "signs" if method == "hutchinson" else "sphere"
+    draw = partial(draw_probes, kind, n=n, generator=generator, dtype=dtype, device=device)
+    ways: dict[str, _Way] = {"xtrace": _xtrace, "xnystrace": partial(_xnystrace, dtype)}
+    ways["hutchinson"] = partial(_hutchinson, _dots)
+    return _estimate(method, ways[method], _dots, operator, draw, matvecs)
 
 
 @without_autocast
@@ -145,42 +146,15 @@ def diagonal(
     choice("diagonal method", method, get_args(DiagonalMethod))
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters, dtype=dtype)
-    source = _Source(operator, "signs", generator, dtype, device)
+    draw = partial(draw_probes, "signs", n=n, generator=generator, dtype=dtype, device=device)
     way = _xdiag if method == "xdiag" else partial(_hutchinson, torch.mul)
-    return _estimate(method, way, torch.mul, source, matvecs)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Random vectors, and their products with an operator n × n; ``dtype`` is the type in which it multiplies."""
-
-    operator: LinearMap
-    kind: Probes
-    generator: torch.Generator | None
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def wide(self) -> torch.dtype:
-        """Type of the recurrences, at least float32."""
-        return working_type(self.dtype)
-
-    def draw(self, m: int) -> Tensor:
-        """Probes ``[m, n]`` in the type of the recurrences, rounded to that of the operator."""
-        n, dtype, device = self.operator.n, self.dtype, self.device
-        return draw_probes(self.kind, m, n, generator=self.generator, dtype=dtype, device=device).to(self.wide)
-
-    def multiply(self, vectors: Tensor, *, transposed: bool = False) -> Tensor:
-        """``A v`` or ``Aᵀ v``, checked for NaN, which later decompositions might hide."""
-        products = self.operator.transposed(vectors) if transposed else self.operator(vectors)
-        require_finite("The estimator", products)
-        return products
+    return _estimate(method, way, torch.mul, operator, draw, matvecs)
 
 
 _Frame = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Vectors v, u for which ``Σ ⟨u, A v⟩`` is the product of a cotangent and the estimate, with the bases held fixed."""
 
-_Way = Callable[[_Source, Tensor, Tensor], tuple[Tensor, Tensor, _Frame]]
+_Way = Callable[[LinearMap, Tensor, Tensor], tuple[Tensor, Tensor, _Frame]]
 """From probes and their products: the estimate, its standard error, and the frame of the derivative."""
 
 _TWICE = ("xtrace", "xdiag")
@@ -188,38 +162,53 @@ _TWICE = ("xtrace", "xdiag")
 
 
 def _estimate(
-    name: str, way: _Way, sample: Callable[[Tensor, Tensor], Tensor], source: _Source, matvecs: int
+    name: str,
+    way: _Way,
+    sample: Callable[[Tensor, Tensor], Tensor],
+    operator: LinearMap,
+    draw: Callable[[int], Tensor],
+    matvecs: int,
 ) -> Estimate:
-    """An estimate from ``matvecs`` products, or the exact result from n: the sum of samples of the unit vectors."""
-    operator, n = source.operator, count("n", source.operator.n)
+    """An estimate from ``matvecs`` products, or the exact result from n: the sum of samples of the unit vectors.
+
+    ``draw(m)`` gives probes ``[m, n]`` in the operator's type; all that follows is of at least single precision.
+    """
+    n = count("n", operator.n)
     each = 2 if name in _TWICE else 1
     count("matvecs", matvecs, min(2 * each, n), f"{name} needs {2 * each}, or n for the exact result.")
     exact = matvecs >= n
-    probes = torch.eye(n, dtype=source.wide, device=source.device) if exact else source.draw(matvecs // each)
-    products = source.multiply(probes)
+    drawn = draw(0 if exact else matvecs // each)
+    wide = working_type(drawn.dtype)
+    probes = torch.eye(n, dtype=wide, device=drawn.device) if exact else drawn.to(wide)
+    products = _finite(operator(probes))
     if exact:
         value = sample(probes, products).sum(0)
         sem, frame = torch.zeros_like(value), lambda x: (probes, probes * x)
     else:
-        value, sem, frame = way(source, probes, products)
-    require_finite("The estimator", value)
-    spent = operator.matvecs
-    value = attach_one(value.to(source.wide), operator.tensors, lambda x: operator.parameter_pullback(*frame(x)))
-    return Estimate(value, sem.to(source.wide), spent, True, probes=0 if exact else len(probes))
+        value, sem, frame = way(operator, probes, products)
+    spent, value = operator.matvecs, _finite(value).to(wide)
+    value = attach_one(value, operator.tensors, lambda x: operator.parameter_pullback(*frame(x)))
+    return Estimate(value, sem.to(wide), spent, True, probes=len(drawn))
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Products and estimates, checked for NaN, which later decompositions might hide."""
+    require_finite("The estimator", values)
+    return values
 
 
 def _hutchinson(
-    sample: Callable[[Tensor, Tensor], Tensor], source: _Source, probes: Tensor, products: Tensor
+    sample: Callable[[Tensor, Tensor], Tensor], operator: LinearMap, probes: Tensor, products: Tensor
 ) -> tuple[Tensor, Tensor, _Frame]:
     """The mean of samples of independent probes."""
     samples = sample(probes, products)
     return samples.mean(0), standard_error(samples), lambda x: (probes, x * probes / len(probes))
 
 
-def _xtrace(source: _Source, probes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, _Frame]:
+def _xtrace(operator: LinearMap, probes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, _Frame]:
     """Half of the products make a sketch of the range; the others multiply its basis."""
     sketch = Sketch(products)
-    products = source.multiply(sketch.basis)
+    products = _finite(operator(sketch.basis))
     m, n = probes.shape
     basis, columns, lost = sketch.leave_one_out()
     core = basis.mT @ (sketch.basis @ products.mT).double() @ basis  # H = Qᵀ A Q
@@ -251,21 +240,23 @@ def _xtrace(source: _Source, probes: Tensor, products: Tensor) -> tuple[Tensor, 
     return own_samples.mean(), error, partial(_frame, probes, sketch)
 
 
-def _xnystrace(source: _Source, probes: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, _Frame]:
+def _xnystrace(
+    dtype: torch.dtype, operator: LinearMap, probes: Tensor, sketch: Tensor
+) -> tuple[Tensor, Tensor, _Frame]:
     m, n = probes.shape
-    eps, norm = torch.finfo(source.dtype).eps, frobenius_norm(sketch)
+    eps, norm = torch.finfo(dtype).eps, frobenius_norm(sketch)
     if norm == 0:
-        zero = torch.zeros((), dtype=torch.float64, device=source.device)
+        zero = torch.zeros((), dtype=torch.float64, device=probes.device)
         return zero, zero, lambda x: _frame(probes, Sketch(sketch), x)
     # A shift of the size of rounding makes the core positive definite also for a singular operator.
     shift = eps * norm / n**0.5
     shifted = sketch + shift * probes
     core = (probes @ shifted.mT).double()  # Ωᵀ (A + ν) Ω
-    values, vectors = symmetric_core(core, n, norm, source.dtype)
+    values, vectors = symmetric_core(core, n, norm, dtype)
     values = values.clamp_min(0.1 * shift * n)
     inverse = (vectors / values) @ vectors.mT
-    root = ((vectors / values.sqrt()).mT.to(source.wide) @ shifted).square().sum(dtype=torch.float64) - shift * n
-    reduced = inverse.to(source.wide) @ shifted
+    root = ((vectors / values.sqrt()).mT.to(probes.dtype) @ shifted).square().sum(dtype=torch.float64) - shift * n
+    reduced = inverse.to(probes.dtype) @ shifted
     gram = (reduced @ reduced.mT).double()
     own = inverse.diagonal()
     # Without probe i: the last column of a Cholesky factor, and the Schur complement ωᵢᵀ (A − Âᵢ) ωᵢ =
@@ -281,10 +272,10 @@ def _xnystrace(source: _Source, probes: Tensor, sketch: Tensor) -> tuple[Tensor,
     return samples.mean(), error, lambda x: _frame(probes, Sketch(sketch), x)
 
 
-def _xdiag(source: _Source, probes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, _Frame]:
+def _xdiag(operator: LinearMap, probes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, _Frame]:
     """Half of the products make a sketch of the range; the others multiply its basis with the transpose."""
     sketch = Sketch(products)
-    products = source.multiply(sketch.basis, transposed=True)
+    products = _finite(operator.transposed(sketch.basis))
     basis, (change, columns, lost) = sketch.basis, sketch.leave_one_out()
     to_range = change.mT.to(basis.dtype)
     captured = (to_range @ basis * (to_range @ products)).sum(0)  # diag(Q Qᵀ A)
