@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.gradients import ExampleGradients, times
+from laplace_plus.structured.gradients import ExampleGradients
 from laplace_plus.structured.layout import Places
 
 
@@ -128,12 +127,12 @@ class MappedGradients(DerivedGradients):
     """Gradients whose matrices pass through a linear map as they are written out.
 
     Attributes:
-        matrix: ``[G, n, n]``, applied to flattened ``[o·i]`` matrices from the right; what multiplies like a tensor.
+        function: The map of flattened ``[o·i]`` matrices, ``[..., G, n] -> [..., G, n]``.
     """
 
-    matrix: Any
+    function: Callable[[Tensor], Tensor]
 
     @override
     def dense(self, examples: slice) -> Tensor:
         values = self.source.dense(examples).flatten(3)
-        return times(values, self.matrix).unflatten(-1, self.shape[1:])
+        return self.function(values).unflatten(-1, self.shape[1:])

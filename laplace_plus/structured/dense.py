@@ -20,7 +20,7 @@ from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
 from laplace_plus.structured.composed import MappedGradients
 from laplace_plus.structured.eigen import EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients
+from laplace_plus.structured.gradients import MIB, DenseGradients, ExampleGradients, times
 from laplace_plus.structured.gram_sum import THIN, GramSum, by_squares, combine
 from laplace_plus.structured.log_determinants import require_positive
 
@@ -42,18 +42,21 @@ class DenseBasis(Basis):
     """Any invertible matrices R, ``[G, n, n]`` with n = o·i.
 
     Attributes:
-        vectors: R, a tensor or what multiplies like one: :class:`~laplace_plus.structured.gram_sum.Reflections`, or
-            :class:`InverseRoot`.
+        vectors: R, a tensor or :class:`~laplace_plus.structured.gram_sum.Reflections`, which multiply like one.
     """
 
     vectors: Any
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
-        mapped, n_examples = MappedGradients(gradients, self.vectors), gradients.n_examples
+        mapped, n_examples = MappedGradients(gradients, self.mapped), gradients.n_examples
         if n_examples * gradients.bytes_each() > _WRITTEN:
             return mapped
         return DenseGradients(mapped.dense(slice(0, n_examples)))
+
+    def mapped(self, rows: Tensor) -> Tensor:
+        """``x R`` for rows ``[..., G, n]``."""
+        return times(rows, self.vectors)
 
     @override
     def expand(self, coordinates: Tensor) -> Tensor:
@@ -66,45 +69,27 @@ class DenseBasis(Basis):
 
 
 @dataclass(frozen=True)
-class InverseRoot:
-    """``L⁻ᵀ`` of lower triangular matrices ``lower [G, n, n]``, never written out: a product is a triangular solve."""
+class InverseRoots(DenseBasis):
+    """``R = L⁻ᵀ`` of lower triangular matrices L, the ``vectors``, by triangular solves: R is never written out."""
 
-    lower: Tensor
+    @override
+    def mapped(self, rows: Tensor) -> Tensor:
+        by_group = rows.movedim(-2, 0).flatten(1, -2)  # one solve for all rows of a group
+        solved = torch.linalg.solve_triangular(self.vectors.to(rows.dtype), by_group.mT, upper=False).mT
+        return solved.reshape(len(solved), *rows.shape[:-2], -1).movedim(0, -2)
 
-    def __len__(self) -> int:
-        return len(self.lower)
+    @override
+    def expand(self, coordinates: Tensor) -> Tensor:
+        columns = coordinates.flatten(2).movedim(0, -1)
+        solved = torch.linalg.solve_triangular(self.vectors.mT, columns, upper=True)
+        return solved.movedim(-1, 0).reshape(coordinates.shape)
 
-    def __getitem__(self, group: int) -> InverseRoot:
-        return InverseRoot(self.lower[group])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of products."""
-        return self.lower.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[G, n, n]``."""
-        return self.lower.shape
-
-    def to(self, dtype: torch.dtype) -> InverseRoot:
-        """The matrices in another type."""
-        return InverseRoot(self.lower.to(dtype))
-
-    def __matmul__(self, other: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.lower.mT, other, upper=True)
-
-    def __rmatmul__(self, other: Tensor) -> Tensor:
-        if self.lower.ndim > 2:  # noqa: PLR2004
-            return torch.linalg.solve_triangular(self.lower, other.mT, upper=False).mT.contiguous()
-        rows = other.reshape(-1, other.shape[-1])  # one solve for all of them
-        return torch.linalg.solve_triangular(self.lower, rows.mT, upper=False).mT.reshape(other.shape)
-
-    def squares(self, values: Tensor) -> Tensor:
-        """``Σ_j R_ij² v_j`` for ``v [G, n, 1]``, some i at a time."""
-        units = torch.eye(self.lower.shape[-1], dtype=self.dtype, device=self.lower.device)
-        parts = [(rows @ self).square() @ values for rows in units.split(LARGE)]
-        return torch.cat(parts, -2)
+    @override
+    def diagonal(self, variances: Tensor) -> Tensor:
+        units = torch.eye(self.vectors.shape[-1], dtype=self.vectors.dtype, device=self.vectors.device)
+        rows = (self.mapped(some[:, None].expand(-1, len(self.vectors), -1)) for some in units.split(LARGE))
+        found = torch.cat([(own.square() * variances.flatten(1)).sum(-1) for own in rows])  # [n, G]
+        return found.mT.reshape(variances.shape)
 
 
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -213,7 +198,7 @@ class DenseBlock(EigenBlock):
         if found is None or not known or at.requires_grad:
             lower = torch.linalg.cholesky(self._sum(weights / scale, diagonal / scale))
             determinant = 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
-            found = at, DenseBasis(InverseRoot(lower.to(weights.dtype))), determinant
+            found = at, InverseRoots(lower.to(weights.dtype)), determinant
             self._root = None if at.requires_grad else found
         return EigenFactor(found[1], scale.expand(self.shape), found[2])
 

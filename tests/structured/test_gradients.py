@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from laplace_plus.structured import DenseGradients, EmbeddingGradients, KroneckerBasis, OuterGradients
 from laplace_plus.structured import gradients as gradients_file
 from laplace_plus.structured.composed import JoinedGradients, MappedGradients, SelectedGradients
-from laplace_plus.structured.gradients import concatenate
+from laplace_plus.structured.gradients import concatenate, times
 from laplace_plus.structured.layout import Places
 from laplace_plus.structured.one_hot import OutputLayerGradients
 
@@ -56,7 +56,8 @@ def cases(v, b, s, g, o, i, generator):
     whole[..., order] = torch.cat([dense.flatten(2), other_dense.flatten(2)], -1)
     yield joined, whole[:, :, None, None]
     matrix = torch.randn(g, o * i, o * i, generator=generator, dtype=torch.float64)
-    yield MappedGradients(gradients, matrix), (dense.flatten(3)[..., None, :] @ matrix).squeeze(-2).view_as(dense)
+    mapped = MappedGradients(gradients, lambda rows: times(rows, matrix))
+    yield mapped, (dense.flatten(3)[..., None, :] @ matrix).squeeze(-2).view_as(dense)
     second, second_dense = outer(v, b, 2, g, o, i, generator)
     yield concatenate([gradients, second]), dense + second_dense
     outputs = torch.randint(0, o, (b, v), generator=generator)
