@@ -102,6 +102,8 @@ def test_rows_count_by_what_was_observed_and_by_their_weights():
     weighted = lp.KFAC(model, lp.Gaussian(weighted=True), prior_precision=10.0).fit([(x, (y, torch.ones(30)))])
     weighted.set_state(posterior.state)
     assert_close(lp.learn_noise(weighted, [(x, (y, torch.ones(30)))]).coefficients, plain.coefficients)
+    missing = torch.cat([y, torch.full((15, 2), math.nan)])
+    assert lp.learn_noise(posterior, [(torch.cat([x, x[:15]]), missing)]).report == plain.report
 
 
 def test_noise_outside_of_the_data_stays_within_theirs():

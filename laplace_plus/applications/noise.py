@@ -238,6 +238,7 @@ class _Rows:
 
 def _fitted(posterior: Posterior, rows: _Rows, generator: torch.Generator | None) -> NoisePosterior:
     """The noise that folds choose, fitted to all rows."""
+    rows = rows.some(rows.shares.any(1))
     n = len(rows.residuals)
     checks.count("The number of rows that a noise is learnt from", n, 4 * FOLDS)
     source = torch.Generator().manual_seed(0 if generator is None else draw_seed(generator))

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 from laplace_plus.errors import CheckpointError, NotFittedError
 from laplace_plus.integrations.training import as_trained, fitted, require_one_process
@@ -28,8 +27,8 @@ class LaplaceCallback(Callback):
 
     The module's mode, weights and hooks, and the global random state stay as they are. The posterior is of the weights
     at the end of training, which need not be those of the best checkpoint. Training that goes on forgets the posterior.
-    Class weights and label smoothing of a ``torch.nn.CrossEntropyLoss`` that the module holds are taken over by a
-    likelihood that is given by its name; what a ``training_step`` does with functions is not seen.
+    Class weights, label smoothing and ``pos_weight`` of a loss of ``torch.nn`` that the module holds are taken over by
+    a likelihood that is given by its name; what a ``training_step`` does with functions is not seen.
 
     Args:
         likelihood: As for every posterior.
@@ -71,10 +70,7 @@ class LaplaceCallback(Callback):
         """Fit and tune."""
         data = trainer.train_dataloader if self._data is None else self._data
         cls, likelihood, options = self._arguments
-        losses = [own for own in pl_module.modules() if isinstance(own, nn.CrossEntropyLoss)]
-        if len(losses) == 1:
-            names = ("weight", "label_smoothing", "ignore_index")
-            likelihood = as_trained(likelihood, **{name: getattr(losses[0], name) for name in names})
+        likelihood = as_trained(likelihood, pl_module.modules())
         network = pl_module.get_submodule(self._network)
         with torch.random.fork_rng():
             self.posterior = fitted(cls, network, likelihood, data, **options)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from laplace_plus import checks
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.integrations.training import fitted, train
+from laplace_plus.integrations.training import as_trained, fitted, train
 from laplace_plus.likelihoods import Categorical, Gaussian
 from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -43,8 +43,8 @@ class LaplaceEstimator(BaseEstimator):
     Args:
         module: The network, with inputs ``[N, n_features]`` and outputs ``[N, n_outputs]`` (logits of classes): an
             ``nn.Module``, of which copies are trained from its weights on; a function ``(n_features, n_outputs) ->
-            nn.Module``; a skorch net, which trains with its own settings; or None for one hidden layer of 50 tanh units
-            in double precision.
+            nn.Module``; a skorch net, which trains with its own settings, its loss's class weights and smoothing among
+            them; or None for one hidden layer of 50 tanh units in double precision.
         posterior: The class, or its name.
         posterior_options: Its arguments, such as ``{"parameters": "last_layer"}``.
         epochs: Passes over the data by Adam, with steps that shrink to zero along a cosine.
@@ -85,7 +85,7 @@ class LaplaceEstimator(BaseEstimator):
     def _fit(self, X: Array, y: Array, weight: Array | None, n_outputs: int) -> Self:
         """Train a network on ``y``, integers ``[N]`` or numbers ``[N, C]``, and fit and tune its posterior."""
         weighted = weight is not None
-        likelihood = (Categorical if y.ndim == 1 else Gaussian)(weighted=weighted)
+        likelihood: Any = (Categorical if y.ndim == 1 else Gaussian)(weighted=weighted)
         loss = (nn.CrossEntropyLoss if y.ndim == 1 else nn.MSELoss)(reduction="none" if weighted else "mean")
         seed = check_random_state(self.random_state).randint(2**31)
         with torch.random.fork_rng():
@@ -97,7 +97,7 @@ class LaplaceEstimator(BaseEstimator):
                     raise UnsupportedError(what, got="sample_weight", fix=fix)
                 if not self.prefit:
                     net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
-                self.module_ = net.module_
+                self.module_, likelihood = net.module_, as_trained(likelihood, [net.criterion_], adopts=True)
             else:
                 self.module_ = self._module(X.shape[1], n_outputs)
         inputs, targets = self._tensor(X), torch.as_tensor(y) if y.ndim == 1 else self._tensor(y)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from laplace_plus.errors import UnsupportedError, warn
-from laplace_plus.likelihoods import Categorical, Likelihood, resolve_likelihood
+from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, resolve_likelihood
 from laplace_plus.posteriors import Posterior, get_posterior
 
 
@@ -89,17 +89,29 @@ def require_one_process(number: int) -> None:
         raise UnsupportedError(what, expected="one process", got=f"{number}", fix=fix)
 
 
-def as_trained(likelihood: Any, **options: Any) -> Likelihood:
-    """A likelihood with the options of :class:`~laplace_plus.Categorical` that the loss of training had.
+def as_trained(likelihood: Any, losses: Iterable[Any], *, adopts: bool = False) -> Any:
+    """A likelihood with the class weights, label smoothing, … of those of torch's losses that training had.
 
-    One that is given by its name takes them over; with one that has others, or none of them, a warning says so.
+    One that is given by its name, or ``adopts``, takes them over. Where it has others, or losses differ, a warning says
+    so.
     """
-    known = resolve_likelihood(likelihood)
-    if isinstance(known, Categorical) and isinstance(likelihood, str):
-        return replace(known, **options)
-    wanted, default = replace(Categorical(), **options), Categorical()
-    others = [name for name in options if getattr(wanted, name) != getattr(known, name, getattr(default, name))]
-    if others:
-        told = ", ".join(f"{name}={getattr(wanted, name)}" for name in others)
-        warn(f"The loss of training had {told}, and the posterior's likelihood is {known!r}.")
-    return known
+    known, found = resolve_likelihood(likelihood), set[Likelihood]()
+    for loss in losses:
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+            smoothing = getattr(loss, "label_smoothing", 0.0)
+            own: Any = Categorical(loss.ignore_index, weight=loss.weight, label_smoothing=smoothing)
+        elif isinstance(loss, nn.BCEWithLogitsLoss):
+            own = Bernoulli(pos_weight=loss.pos_weight)
+        else:
+            continue
+        if isinstance(known, type(own)):
+            found.add(replace(own, output_axis=known.output_axis, weighted=known.weighted))
+        elif own != type(own)():
+            found.add(own)
+    adopts = adopts or isinstance(likelihood, str)
+    if len(found) == 1 and adopts and type(own := next(iter(found))) is type(known):
+        return own
+    if found and (adopts or known not in found):
+        told = " and ".join(sorted(map(repr, found)))
+        warn(f"The loss of training was that of {told}, and the posterior's likelihood is {known!r}.")
+    return likelihood

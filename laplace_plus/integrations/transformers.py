@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import CrossEntropyLoss
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -94,7 +95,7 @@ class LaplaceCallback(TrainerCallback):
         data = ShiftedLabels(data) if is_causal and not isinstance(data, ShiftedLabels) else data
         cls, likelihood, options = self._arguments
         if args.label_smoothing_factor:
-            likelihood = as_trained(likelihood, label_smoothing=float(args.label_smoothing_factor))
+            likelihood = as_trained(likelihood, [CrossEntropyLoss(label_smoothing=float(args.label_smoothing_factor))])
         with torch.random.fork_rng():
             self.posterior = fitted(cls, model, likelihood, data, **options)
         if self._folder is not None:

@@ -132,7 +132,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     spread = (by_group(share * away.square()) / by_group((share.sum(0) - 1)[None]).clamp_min(1)).sqrt()
     # Outputs on a common scale, so that one ridge suits all of them.
     scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
-    left_out, share = _left_out(network, likelihood, data, scale.to(targets)[groups], targets.shape)
+    left_out, share = _left_out(network, likelihood, data, scale.to(targets)[groups], share)
     error, problem = (by_group(share * left_out.square()) / by_group(share)).sqrt(), ""
     error = torch.maximum(error, residual)
     interpolates = bool((residual < INTERPOLATED * spread).any())
@@ -151,15 +151,16 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
 
 
 def _left_out(
-    network: Network, likelihood: Gaussian, data: Iterable[Any], scale: Tensor, shape: torch.Size
+    network: Network, likelihood: Gaussian, data: Iterable[Any], scale: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Leave-one-out residuals of the tangent at some of ``shape = [n, C]`` targets, or at all, and their weights.
+    """Leave-one-out residuals of the tangent at some targets of such weights ``[n, C]``, or at all, and their weights.
 
     At the ridge of least squares of the residuals by ``scale [C]``.
     """
-    size, several, whole = shape.numel(), likelihood.n_noise > 1, network.selecting(trained)
-    source = torch.Generator().manual_seed(0)
-    order = torch.randperm(size, generator=source)[: _GRADIENTS[-1]]
+    size, several, whole = weights.numel(), likelihood.n_noise > 1, network.selecting(trained)
+    source, weights = torch.Generator().manual_seed(0), weights.cpu()
+    counted = weights.flatten().nonzero().squeeze(-1)
+    order = counted[torch.randperm(len(counted), generator=source)[: _GRADIENTS[-1]]]
     position, seen = torch.full((size,), -1), 0
     position[order] = torch.arange(len(order))
     gradients, columns, rows = [], [], []
@@ -169,11 +170,11 @@ def _left_out(
             drawn = (position[seen : seen + count] >= 0).nonzero().squeeze(-1)
             if len(drawn):
                 gradients.append(output_gradients(whole, batch.inputs, drawn)[0])
-                columns.append(torch.stack([position[seen + drawn], drawn % shape[1]]))
+                columns.append(torch.stack([position[seen + drawn], drawn % len(scale)]))
             seen += count
         places, outputs = torch.cat(columns, 1)
         span = OutputGradients.join(gradients).at(places.argsort())  # the first of them are a sample, too
-        scaled = span.by_block()
+        scaled = span.by_block(weights.flatten()[order])
         each = scale[outputs[places.argsort()].to(scale.device)]
         for batch in iterate(data, device=network.device, progress=False):
             flat, target, weight = likelihood.rows(network.forward(batch.inputs).double(), batch.target)

@@ -130,6 +130,23 @@ def test_scales_of_layers_that_others_undo_do_not_matter():
     assert before.residual_std < before.noise_std < before.target_std
 
 
+def test_rows_count_as_often_as_they_were_observed():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double(), normal(24, 3)
+    net[2].weight.data.mul_(10)
+    y = net(x).detach() + 0.3 * normal(24, 1, seed=1)
+    weight = torch.arange(24, dtype=torch.float64) % 3
+    once, repeated = weight > 0, torch.arange(24).repeat_interleave(weight.long())
+    pairs = [
+        (lp.Gaussian(), (x, y.where(once[:, None], torch.nan)), (x[once], y[once])),
+        (lp.Gaussian(weighted=True), (x, (y, weight)), (x[repeated], y[repeated])),
+    ]
+    for likelihood, batch, plain in pairs:
+        found = noise_from_residuals(lp.Diagonal(net, likelihood).fit([batch])).noise_std
+        wanted = noise_from_residuals(lp.Diagonal(net, lp.Gaussian()).fit([plain])).noise_std
+        torch.testing.assert_close(found, wanted)
+
+
 def test_interpolation_is_named():
     net, x, y = linear(8, 20)
     with torch.no_grad():

@@ -23,6 +23,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from laplace_plus.errors import UnseenRowsWarning
 from laplace_plus.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+from laplace_plus.integrations.training import as_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 IRIS = load_iris(return_X_y=True)
@@ -136,15 +137,29 @@ def test_skorch_nets_train_with_their_own_settings():
     x, y = IRIS
     x = ((x - x.mean(0)) / x.std(0)).astype(np.float32)
     options = {"criterion": nn.CrossEntropyLoss, "lr": 0.5, "verbose": 0, "train_split": None}
-    net = skorch.NeuralNetClassifier(nn.Linear(4, 3), max_epochs=5, **options)
+    weight = {"criterion__weight": torch.tensor([1.0, 2.0, 1.0]), "criterion__label_smoothing": 0.1}
+    net = skorch.NeuralNetClassifier(nn.Linear(4, 3), max_epochs=5, **options, **weight)
     own = LaplaceClassifier(net, random_state=0).fit(x, y)
     assert not hasattr(net, "module_") and own.score(x, y) > 0.7  # a copy was trained
+    assert own.posterior_.likelihood == lp.Categorical(weight=(1.0, 2.0, 1.0), label_smoothing=0.1)
     torch.manual_seed(0)
     fitted = net.fit(x, y)
     same = LaplaceClassifier(fitted, prefit=True).fit(x, y)
     assert same.module_ is fitted.module_
     values = skorch.NeuralNetRegressor(nn.Linear(4, 1), max_epochs=20, lr=0.1, verbose=0, train_split=None)
     assert LaplaceRegressor(values, random_state=0).fit(x, 100 * x[:, 0]).score(x, 100 * x[:, 0]) > 0.9
+
+
+def test_options_of_losses_are_taken_over_or_named():
+    rare = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([5.0]))
+    assert as_trained("binary", [nn.Linear(1, 1), rare]) == lp.Bernoulli(pos_weight=5.0)
+    assert as_trained("classification", [nn.NLLLoss(torch.ones(2))]) == lp.Categorical(weight=(1.0, 1.0))
+    plain, smooth = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)
+    given = lp.Categorical(label_smoothing=0.1)
+    assert as_trained(given, [smooth, plain]) is given
+    for likelihood, losses in (("classification", [smooth, plain]), (lp.Bernoulli(), [rare]), ("regression", [smooth])):
+        with pytest.warns(UserWarning, match="The loss of training was that of "):
+            assert as_trained(likelihood, losses) is likelihood
 
 
 def test_sample_weights_are_repeated_rows():
