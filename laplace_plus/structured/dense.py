@@ -87,9 +87,9 @@ class InverseRoots(DenseBasis):
     @override
     def diagonal(self, variances: Tensor) -> Tensor:
         units = torch.eye(self.vectors.shape[-1], dtype=self.vectors.dtype, device=self.vectors.device)
-        rows = (self.mapped(some[:, None].expand(-1, len(self.vectors), -1)) for some in units.split(LARGE))
-        found = torch.cat([(own.square() * variances.flatten(1)).sum(-1) for own in rows])  # [n, G]
-        return found.mT.reshape(variances.shape)
+        values = variances.flatten(1)[..., None]
+        solved = (torch.linalg.solve_triangular(self.vectors, some.mT, upper=False) for some in units.split(LARGE))
+        return torch.cat([own.mT.square() @ values for own in solved], 1).view_as(variances)
 
 
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
