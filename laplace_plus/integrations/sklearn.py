@@ -149,7 +149,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         X, y, weight = _counted(X, y, sample_weight)
         check_classification_targets(y)
         self.classes_, encoded = np.unique(y, return_inverse=True)
-        checks.count("The number of classes", len(self.classes_), 2)
+        checks.count("The number of classes", len(self.classes_), 2, "Pass labels of more than one class.")
         return self._fit(X, encoded.astype(np.int64), weight, len(self.classes_))
 
     def predict_proba(self, X: Any) -> Array:

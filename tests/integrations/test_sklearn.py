@@ -27,17 +27,11 @@ from laplace_plus.integrations.training import as_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 IRIS = load_iris(return_X_y=True)
-EXPECTED = {
-    "check_sample_weight_equivalence_on_dense_data": "the default tuning asks neighbours, and copies are the nearest"
-}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
-@parametrize_with_checks(
-    [LaplaceClassifier(epochs=50, batch_size=32), LaplaceRegressor(epochs=50, batch_size=32)],
-    expected_failed_checks=lambda estimator: EXPECTED if isinstance(estimator, LaplaceClassifier) else {},
-)
+@parametrize_with_checks([LaplaceClassifier(epochs=50, batch_size=32), LaplaceRegressor(epochs=50, batch_size=32)])
 def test_scikit_learn_accepts_the_estimators(estimator, check):
     check(estimator)
 
