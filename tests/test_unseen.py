@@ -1,7 +1,6 @@
 """Networks that were trained elsewhere: tuning by folds of rows that they have not seen."""
 
 import math
-import re
 import warnings
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, DataError, NoGainWarning, UnseenRowsWarning, UnsupportedError
-from laplace_plus.tuning import AutoTuning, Unseen, UnseenTuning
+from laplace_plus.errors import ConfigurationError, DataError, UnseenRowsWarning, UnsupportedError
+from laplace_plus.tuning import AutoTuning, Unseen, UnseenTuning, noise_from_residuals
 from laplace_plus.tuning.new_data import rows_of, surprise
 from laplace_plus.tuning.unseen import folds_of
 
@@ -338,24 +337,26 @@ def test_residuals_beyond_the_targets_deviation_are_noticed():
     assert len(seen) == 1 and isinstance(posterior.tuning, UnseenTuning)
 
 
-def test_networks_that_nearly_interpolate_are_told_what_unseen_rows_take():
-    """60 features of 100 rows, whose weights are those of least squares."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(100, 3, generator=generator) * 2 - 1
-    y = x.sum(1, keepdim=True).sin() + 0.2 * torch.randn(100, 1, generator=generator)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), nn.Linear(60, 1))
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
+def test_honest_residuals_are_told_from_fitted_ones():
+    """Least squares of 300 rows by 270 weights, and the weights of the truth: both err less than left-out rows."""
+    source = torch.Generator().manual_seed(0)
+    x, truth = torch.randn(300, 270, generator=source).double(), torch.randn(270, 1, generator=source).double() / 20
+    y = x @ truth + 0.1 * torch.randn(300, 1, generator=source).double()
+    net = nn.Linear(270, 1, bias=False).double()
+    posterior = lp.Diagonal(net, "regression")
     with torch.no_grad():
-        features = torch.cat([model[:2](x), torch.ones(100, 1)], 1)
-        solution = torch.linalg.lstsq(features.double(), y.double()).solution.float()
-        model[2].weight.copy_(solution[:-1].T)
-        model[2].bias.copy_(solution[-1])
-    posterior = lp.Diagonal(model, "regression").fit([(x, y)])
-    with pytest.warns() as seen:
-        posterior.fit_prior_precision()
-    told = [str(one.message) for one in seen if one.category is UnseenRowsWarning]
-    assert len(told) == 1 and re.search('nearly interpolates.*"unseen", and training data seen=True', told[0])
+        net.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+    estimate = noise_from_residuals(posterior.fit([(x, y)]))
+    assert estimate.marks[0] < -0.5 and not estimate.is_honest
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnseenRowsWarning)
-        warnings.simplefilter("ignore", NoGainWarning)
-        posterior.fit_prior_precision(seen=True)
+        posterior.fit_prior_precision()
+    with torch.no_grad():
+        net.weight.copy_(truth.T)
+    estimate = noise_from_residuals(posterior.fit([(x, y)]))
+    assert estimate.is_honest and estimate.noise_std > 0.15
+    with pytest.warns(UnseenRowsWarning, match="no marks"):
+        posterior.fit_prior_precision()
+    assert isinstance(posterior.tuning, UnseenTuning) and 0.08 < posterior.noise_std < 0.12
+    assert isinstance(posterior.fit_prior_precision(seen=True).tuning, AutoTuning)

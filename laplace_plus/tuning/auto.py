@@ -110,7 +110,7 @@ class Auto:
 
         Warns:
             NoGainWarning: Training data are not at hand, or the network's own predictions are the best.
-            UnseenRowsWarning: The rows of the fit look unseen, or in regression may be.
+            UnseenRowsWarning: The rows of the fit look unseen.
             ConvergenceWarning: The evidence's tuning did not converge.
         """
         if self.data is not None:
@@ -149,6 +149,8 @@ class Auto:
             ratio = max(0.0, *(estimate.residual_std / estimate.target_std).nan_to_num(0.0, 0.0).flatten().tolist())
             far = ratio > FARTHER and own.n_data >= new_data.FEWEST
             doubt = f"its residuals are {ratio:.3g} times the deviation of the targets" if far else ""
+            if estimate.is_honest and own.n_data >= new_data.FEWEST:
+                doubt = "its residuals are far below left-out errors, and training has left no marks in them"
         else:
             rows = new_data.rows_of(own.network, own.likelihood, data, own.n_data, progress=progress)
             choose = partial(_of_views, Views(own, scales, options), rows)
@@ -156,9 +158,6 @@ class Auto:
             doubt = f"their loss is {z:.3g} standard errors above what it expects" if z > SURPRISED else ""
         if doubt and not self.seen and (by_folds := self._by_folds(posterior, doubt, progress, generator)):
             return by_folds
-        if noisy and estimate.nearly_interpolates and own.n_data >= new_data.FEWEST and not self.seen:
-            fix = 'Rows that it was not trained on look alike: these take "unseen", and training data seen=True.'
-            warn(f"{estimate.problem} {fix}", UnseenRowsWarning)  # statistics of the residuals do not tell them apart
         chosen: dict[str, Any] = {"noise_std": evidence.noise_std, **choose()}
         if chosen["chosen"] == "network":
             warn(f"{chosen['why']} Held-out data= would tell more.", NoGainWarning)

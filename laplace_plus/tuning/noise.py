@@ -16,6 +16,11 @@ smallest. What they measure is the error on new data, ``σ²`` and what the data
 With m ≥ min(R, P) that is the whole tangent. Else m is doubled until the error changes by less than 1 %, so that no
 size is too large. The features are those of the network, which it learned from the rows that are left out, too. So far
 as it has memorised their noise, errors on new data are larger.
+
+On rows that it was not trained on, a network that learnt from many more errs less than that. Its residuals are honest,
+and independent but for what it has missed. Training leaves marks: along the leading eigenvectors u of ``Φ Φᵀ`` it has
+taken noise away, or its last steps have left some. Of independent residuals ``(uᵀ r)²`` is ``Σ_n u_n² r_n²`` in
+expectation, whatever the noise of each; sums of the differences, over the leading u, show either mark.
 """
 
 from __future__ import annotations
@@ -40,6 +45,10 @@ from laplace_plus.tuning.tangent_kernel import OutputGradients, output_gradients
 INTERPOLATED, _NEARLY = 0.01, 0.2
 """Ratios of training residuals to the targets' deviation, and to left-out errors, below which they say nothing of the
 noise."""
+
+_SMALL, _MARKS = 1 / 2, (-0.07, 0.2)
+"""Residuals below half of left-out errors are honest if the sums of differences, relative to the whole, keep within
+these bounds: those of training rows did not, see benchmarks/results/real.md."""
 
 _GRADIENTS, _CLOSE = (500, 1000, 2000), 0.01
 """Numbers m whose gradients span the tangent's weights, and the change of the error below which more are not tried."""
@@ -66,14 +75,17 @@ class NoiseEstimate:
         target_std: Standard deviation of the training targets.
         problem: What is wrong, in a sentence; empty if nothing is. Where a network interpolates, or nearly so, errors
             on new data were up to three times ``noise_std``.
-        nearly_interpolates: Whether that is the problem.
+        marks: The least and the largest sum of what training leaves in residuals, relative to their squares.
+        is_honest: Whether residuals are below half of left-out errors without such marks: then the network was not
+            trained on the rows, and their residuals are the errors on new data.
     """
 
     noise_std: Tensor
     residual_std: Tensor
     target_std: Tensor
     problem: str
-    nearly_interpolates: bool
+    marks: tuple[float, float]
+    is_honest: bool
 
 
 def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) -> NoiseEstimate:
@@ -132,30 +144,32 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     spread = (by_group(share * away.square()) / by_group((share.sum(0) - 1)[None]).clamp_min(1)).sqrt()
     # Outputs on a common scale, so that one ridge suits all of them.
     scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
-    left_out, share = _left_out(network, likelihood, data, scale.to(targets)[groups], share)
+    left_out, share, marks = _left_out(network, likelihood, data, scale.to(targets)[groups], share)
     error, problem = (by_group(share * left_out.square()) / by_group(share)).sqrt(), ""
     error = torch.maximum(error, residual)
     interpolates = bool((residual < INTERPOLATED * spread).any())
-    nearly = not interpolates and bool((residual < _NEARLY * error).any())
+    exact = bool((residual < torch.finfo(network.dtype).eps ** 0.5 * spread).any())  # residuals are rounding errors
+    unmarked = _MARKS[0] < marks[0] and marks[1] < _MARKS[1]
     if interpolates:
         ratio = float((residual / spread).min())
         problem = f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
-    elif nearly:
+    elif bool((residual < _NEARLY * error).any()):
         ratio = float((residual / error).min())
         problem = f"The network nearly interpolates: its training residuals are {ratio:.2g} of left-out errors."
     elif bool((error > spread).any()):
         problem = "The network predicts left-out targets no better than their mean does."
     tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread
     noise, residual, spread = (value.reshape(likelihood.noise_std.shape) for value in tensors)
-    return NoiseEstimate(noise, residual, spread, problem, nearly)
+    is_honest = unmarked and not exact and bool((residual < _SMALL * noise).any())
+    return NoiseEstimate(noise, residual, spread, problem, marks, is_honest)
 
 
 def _left_out(
     network: Network, likelihood: Gaussian, data: Iterable[Any], scale: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, tuple[float, float]]:
     """Leave-one-out residuals of the tangent at some targets of such weights ``[n, C]``, or at all, and their weights.
 
-    At the ridge of least squares of the residuals by ``scale [C]``.
+    At the ridge of least squares of the residuals by ``scale [C]``. Then the marks of training in the network's own.
     """
     size, several, whole = weights.numel(), likelihood.n_noise > 1, network.selecting(trained)
     source, weights = torch.Generator().manual_seed(0), weights.cpu()
@@ -183,10 +197,10 @@ def _left_out(
             if len(drawn):
                 own, line = output_gradients(whole, batch.inputs, drawn)
                 share = (weight[:, None] * likelihood.observed(target))[kept.to(flat.device)]
-                linear = line.view(share.shape) - likelihood.gradient(flat, target)[kept.to(flat.device)]
+                residual = -likelihood.gradient(flat, target)[kept.to(flat.device)]
                 kernel = (own.kernel(scaled) / each).view(*share.shape, -1) / scale[:, None]
-                rows.append((kernel, linear / scale, share))
-    kernel, linear, share = (torch.cat(column) for column in zip(*rows, strict=True))
+                rows.append((kernel, (line.view(share.shape) + residual) / scale, residual / scale, share))
+    kernel, linear, residual, share = (torch.cat(column) for column in zip(*rows, strict=True))
     inner = span.kernel(scaled) / each / each[:, None]
     before: Tensor | None = None
     for count in _GRADIENTS:
@@ -194,28 +208,41 @@ def _left_out(
         part.diagonal().add_(_JITTER * part.trace() + torch.finfo(part.dtype).tiny)
         triangle = torch.linalg.cholesky(part)
         features = torch.linalg.solve_triangular(triangle, kernel[..., :count].flatten(0, 1).T, upper=False).T
-        left = _ridge_left_out(features, linear, share, several)
+        basis, values = _eigenvectors(features * share.sqrt().flatten()[:, None])
+        left = _ridge_left_out(basis, values, linear, share, several)
         error = (share * left.square()).mean(0).sqrt()
         if count >= len(inner) or before is not None and bool(((error - before).abs() <= _CLOSE * error).all()):
             break
         before = error
-    return left * scale, share
+    return left * scale, share, _marks(basis, share.sqrt() * residual)
 
 
-def _ridge_left_out(features: Tensor, targets: Tensor, share: Tensor, several: bool) -> Tensor:
-    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` on features ``[n·C, m]``.
+def _eigenvectors(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of ``Φ Φᵀ``, ``[n·C, k]``, and the eigenvalues ``[k]`` that count, in ascending order."""
+    values, basis = torch.linalg.eigh(features.T @ features)
+    values = values.clamp_min(1e-24)
+    kept = values > _SMALLEST * values[-1]
+    values = values[kept]
+    return features @ (basis[:, kept] / values.sqrt()), values
+
+
+def _marks(basis: Tensor, residuals: Tensor) -> tuple[float, float]:
+    """The least and largest sum of ``(uᵀ r)² - Σ_n (u_nᵀ r_n)²`` over leading u, by all their ``Σ_n (u_nᵀ r_n)²``."""
+    parts = (basis.view(*residuals.shape, -1) * residuals[..., None]).sum(1)  # [n, k]
+    own = parts.square().sum(0)
+    sums = (parts.sum(0).square() - own).flip(0).cumsum(0) / own.sum().clamp_min(torch.finfo(own.dtype).tiny)
+    return float(sums.min()), float(sums.max())
+
+
+def _ridge_left_out(basis: Tensor, values: Tensor, targets: Tensor, share: Tensor, several: bool) -> Tensor:
+    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` by :func:`_eigenvectors`.
 
     At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms. A row
     counts ``share [n, C]`` times, of which one is left out, or all if less; 0 is an entry that was not observed.
     """
     n, size = targets.shape
     root = share.sqrt()
-    features, flat = features * root.flatten()[:, None], (targets * root).flatten()
-    values, basis = torch.linalg.eigh(features.T @ features)
-    values = values.clamp_min(1e-24)
-    kept = values > _SMALLEST * values[-1]
-    values = values[kept]
-    basis = features @ (basis[:, kept] / values.sqrt())
+    flat = (targets * root).flatten()
     lowest, top = float((_SMALLEST * values[-1]).log10()), float((10 * values.sum()).log10())
     levels = torch.logspace(lowest, top, _LEVELS, dtype=torch.float64).to(values)
     shrunk = levels / (values[:, None] + levels)  # [k, L]

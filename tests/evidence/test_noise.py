@@ -51,6 +51,19 @@ def test_ridge_regression_left_out_exactly(n, size, outputs):
     torch.testing.assert_close(estimate.target_std, y.var(0).mean().sqrt())
 
 
+def test_marks_of_training_are_those_of_the_eigenvectors():
+    """Of least squares nothing is left in the span of the inputs; of other residuals what is not each row's own."""
+    net, x, y = linear(40, 6)
+    with torch.no_grad():
+        net.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+    assert noise_from_residuals(lp.Full(net, "regression").fit([(x, y)])).marks[0] == pytest.approx(-1, abs=1e-9)
+    residual = normal(40, 1, seed=5)
+    parts = torch.linalg.svd(x, full_matrices=False)[0] * residual
+    sums = (parts.sum(0).square() - parts.square().sum(0)).cumsum(0) / parts.square().sum()
+    found = noise_from_residuals(lp.Full(net, "regression").fit([(x, net(x).detach() + residual)])).marks
+    assert found == pytest.approx((float(sums.min()), float(sums.max())), abs=1e-9)
+
+
 def test_one_level_for_each_output():
     net, x, y = linear(12, 4, 2)
     y = y.clone()
