@@ -1,20 +1,15 @@
 """Leave-one-out predictions of a Gaussian posterior, and tuning the prior precision by their log-likelihood.
 
 The formulas are those of :mod:`laplace_plus.tuning.deletions`. In tuning, the displacement ``f₋ₙ − f`` keeps the prior
-of training. Only the covariance ``V₋ₙ`` follows the precision that is searched. The training data are passed over
-twice: for a coarse grid, and for a finer one around its best point. In each pass one set of gradients serves all
-points.
-
-For a Gaussian likelihood the noise is tuned with the precision, in closed form. With the precision times the squared
-noise held fixed, the predictive covariance ``V₋ₙ + σ²`` scales as a whole.
+of training. Only the covariance ``V₋ₙ`` follows the precision that is searched, on a grid: in one pass over the
+training data one set of gradients serves all its points.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -27,19 +22,9 @@ from laplace_plus.network.batches import joined
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
-from laplace_plus.tuning.deletions import (
-    INTERPOLATION,
-    Deletions,
-    Leverages,
-    Losses,
-    Unit,
-    leave_out,
-    left_out_losses,
-    link_options,
-)
+from laplace_plus.tuning.base import Tunable, TuningResult
+from laplace_plus.tuning.deletions import INTERPOLATION, Deletions, Leverages, link_options
 from laplace_plus.tuning.laplace import (
-    LaplaceModel,
     check_training_prior,
     precision_of_weight_decay,
     survey,
@@ -47,27 +32,21 @@ from laplace_plus.tuning.laplace import (
 )
 from laplace_plus.tuning.validation import checked_grid, grid_settled, weighted_sum
 
-LEVELS = 31
-"""Points of the coarse grid, from 1e-4 to 1e6 times the precision of training: three for each decade."""
-
-FINER = 9
-"""Points of the finer grid between the best point's two neighbours: twelve steps for each decade."""
+LEVELS = 41
+"""Points of the grid, from 1e-4 to 1e6 times the precision of training: four steps for each decade."""
 
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOutPredictions:
-    """What the posterior says about each datum without having seen it.
-
-    A deletion unit is an example, or with ``unit="position"`` one position that is not ignored. All tensors are in
-    the order of the data and in float64.
+    """What the posterior says about each example without having seen it; in the order of the data, and in float64.
 
     Attributes:
-        mean: ``f₋ₙ``, ``[N, *, C]``; with positions as deletion units ``[R, C]``.
+        mean: ``f₋ₙ``, ``[N, *, C]``.
         covariance: ``V₋ₙ``, ``[N, *, C, C]``, at the posterior's own prior; the posterior's ``V`` itself where the
             leverages are those of another curvature.
         outputs: ``f``, the network's outputs, shaped like ``mean``.
         targets: As the loader gave them.
-        leverages: Largest eigenvalue of each unit's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
+        leverages: Largest eigenvalue of each example's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
         likelihood: The distribution of targets given the outputs.
     """
 
@@ -117,13 +96,11 @@ def leave_one_out(
     data: Iterable[Any] | None = None,
     *,
     prior_precision: float | Tensor | None = None,
-    noise_std: float | Tensor | None = None,
     kappa: float = 1.0,
     leverages: Leverages = "own",
-    unit: Unit = "example",
     progress: bool = False,
 ) -> LeaveOneOutPredictions:
-    """What a posterior says about each datum without having seen it; see :mod:`laplace_plus.tuning`.
+    """What a posterior says about each example without having seen it; see :mod:`laplace_plus.tuning`.
 
     Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean depends on
     the prior of training, the covariance on the posterior's own. Takes one pass over the data, and one more for the
@@ -132,19 +109,17 @@ def leave_one_out(
     Args:
         posterior: A fitted Gaussian posterior that :class:`~laplace_plus.LeaveOneOut` can tune.
         data: The data that the posterior was fitted to; by default the loaders that its ``fit`` saw.
-        prior_precision: That of training, for the displacement; by default the posterior's.
-        noise_std: Gaussian noise that belongs to it; by default the posterior's.
+        prior_precision: That of training, for the displacement, at the posterior's noise; by default the posterior's.
         kappa: Factor on it; 1 is the formula.
         leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix ``[P, P]``; or
             none, ``"first_order"``, where that is too large. The latter two have this posterior's ``V``.
-        unit: ``"example"``, whose outputs must have one shape, or ``"position"`` to leave out single tokens or pixels.
         progress: Whether to show a progress bar.
 
     Raises:
         NotFittedError: Before ``fit``.
         UnsupportedError: A class without leave-one-out predictions.
         ConfigurationError: Unknown choices.
-        DataError: Other data than were fitted to, or none.
+        DataError: Other data than were fitted to, or none; or examples of different lengths.
         NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
     """
     require_leave_one_out(posterior)
@@ -155,20 +130,15 @@ def leave_one_out(
     data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
     parts, largest = [], []
     with exact_arithmetic(posterior.network):
-        deletions = Deletions(posterior, data, training, noise_std, leverages, unit)
-        for batch in deletions.batches([(precision, None)], progress=progress):
-            (covariance,) = batch.covariances
-            top = batch.leverages.amax(-1)
-            largest.append(top)
-            if leverages == "own":
-                own, _, covariance = leave_out(covariance, batch.root, batch.gradient)
-                largest[-1] = torch.maximum(top, own[batch.kept].amax(-1))
-            covariance = batch.by_position(covariance) * posterior.covariance_scale
-            parts.append((batch.mean, covariance, batch.outputs, batch.targets, top))
+        deletions = Deletions(posterior, data, training, leverages)
+        for batch in deletions.batches([precision], progress=progress):
+            largest.append(torch.stack([batch.leverages, *batch.own_leverages]).amax(0))
+            covariance = batch.covariances[0] * posterior.covariance_scale
+            parts.append((batch.mean, covariance, batch.outputs, batch.targets, batch.leverages))
     deletions.check(largest)
     shapes = sorted({tuple(part[2].shape[1:]) for part in parts})
     if len(shapes) > 1:
-        what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
+        what, fix = "The batches' outputs are of different shapes.", "Pad examples to one length, with ignored targets."
         raise DataError(what, expected="as many positions in every batch", got=str(shapes), fix=fix)
     mean, covariance, outputs, targets, top = joined(parts)
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, likelihood)
@@ -190,14 +160,11 @@ class LeaveOneOutTuning(TuningResult):
 
     Attributes:
         training_prior_precision: That of the displacement, before the leverage factor.
-        training_noise_std: The noise that belongs to it.
-        precisions: The precisions tried, at the initial noise, in ascending order, ``[G]``; factors where the precision
-            has several entries.
+        precisions: The precisions tried, in ascending order, ``[G]``; factors where the precision has several entries.
         losses: The mean leave-one-out NLL of each, ``[G]``; infinite where leverages reached one.
     """
 
     training_prior_precision: Tensor
-    training_noise_std: Tensor | None
     precisions: Tensor
     losses: Tensor
 
@@ -207,21 +174,20 @@ class LeaveOneOut:
     """Chooses the precision of least leave-one-out negative log-likelihood; see :mod:`laplace_plus.tuning`.
 
     The precision of *training* is another number, and must be known: pass ``training_prior_precision`` or
-    ``weight_decay``. By default it is that of an earlier leave-one-out tuning whose result the posterior still has.
+    ``weight_decay``. Gaussian noise stays as it is: set it before, as to that of
+    :func:`~laplace_plus.tuning.noise_from_residuals`, or tune both by the default.
 
     Args:
-        training_prior_precision: That of the displacement, for the loss summed over the data.
+        training_prior_precision: That of the displacement, for the loss summed over the data at the posterior's noise.
         weight_decay: Instead, of a classifier, the ``weight_decay`` of torch's SGD or Adam with the *mean* loss; as for
             :func:`laplace_plus.calibrate`. Takes one more pass, without derivatives.
         kappa: Factor on the precision of training in leverages and displacements. 1 is the formula. On small ReLU
             networks, whose weights are no exact optimum, 1 overshoots what retraining gives, and 2 comes closer.
         leverages: As for :func:`laplace_plus.leave_one_out`.
-        unit: As there.
         grid: Precisions to try instead, positive. Where the posterior's precision has several entries, the search
-            multiplies them by these as factors. No finer grid follows.
+            multiplies them by these as factors.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
-        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: The training data; by default the loaders of the fit.
 
     Raises:
@@ -232,18 +198,15 @@ class LeaveOneOut:
     weight_decay: float | None = None
     kappa: float = 2.0
     leverages: Leverages = "own"
-    unit: Unit = "example"
     grid: Sequence[float] | Tensor | None = None
     link: str | None = None
     n_samples: int = 100
-    tune_noise: bool | None = None
     data: Iterable[Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_training_prior(self.training_prior_precision, self.weight_decay)
         checks.positive("kappa", self.kappa)
         checks.choice("leverages", self.leverages, get_args(Leverages))
-        checks.choice("unit", self.unit, get_args(Unit))
         checks.count("n_samples", self.n_samples)
         if self.grid is not None:
             checked_grid(self.grid)
@@ -254,10 +217,10 @@ class LeaveOneOut:
         """Search the precision; arguments as for :class:`~laplace_plus.Tuner`.
 
         Raises:
-            ConfigurationError: Neither a precision nor a weight decay of training is known.
+            ConfigurationError: Neither a precision nor a weight decay of training is given.
             DataError: Other data than were fitted to.
             NotPositiveDefiniteError: Leverages at or above one.
-            UnsupportedError: Noise of another likelihood than the Gaussian, or the weight decay of no classifier.
+            UnsupportedError: The weight decay of no classifier.
 
         Warns:
             ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there; or a
@@ -265,63 +228,46 @@ class LeaveOneOut:
         """
         model = posterior.laplace_model()
         require_leave_one_out(posterior)
-        noisy = tunes_noise(model.likelihood, self.tune_noise)
-        if noisy and not (model.likelihood.is_gaussian and self.link in (None, "exact")):
-            what = "Noise is tuned by leave-one-out in closed form only."
-            got = f"{type(model.likelihood).__name__} and link={self.link!r}"
-            raise UnsupportedError(what, expected='lp.Gaussian and link="exact"', got=got, fix="Pass tune_noise=False.")
         data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
+        training = self._of_training(posterior, data, progress)
         initial = posterior.prior_precision.detach()
-        training, training_noise = self.of_training(posterior, model, data, progress)
-        deletions = Deletions(posterior, data, self.kappa * training, training_noise, self.leverages, self.unit)
-        options = {"noisy": noisy, "progress": progress, **link_options(self, model.likelihood, generator)}
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-        search: Callable[..., Losses] = partial(left_out_losses, deletions, base, **options)
         if self.grid is None:
             centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
             levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
         else:
             levels = checked_grid(self.grid).sort().values
-        found = search(levels)
-        losses, scales = found.losses, found.factors
-        _warn_of_interpolation(model, found.n_observations)
-        if self.grid is None and bool(torch.isfinite(losses).any()):
-            best = int(losses.argmin())
-            ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
-            finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
-            more = search(finer)
-            levels, order = torch.cat([levels, finer]).sort()
-            losses, scales = torch.cat([losses, more.losses])[order], torch.cat([scales, more.factors])[order]
+        deletions = Deletions(posterior, data, self.kappa * training, self.leverages)
+        options = {"progress": progress, **link_options(self, model.likelihood, generator)}
+        losses = left_out_losses(deletions, [base * level for level in levels], **options)
+        fit = -float(model.log_likelihood()) / deletions.n_rows
+        if model.likelihood.is_classifier and fit < INTERPOLATION:
+            warn(
+                f"The network's training loss is {fit:.2g} nats: leaving out data that are fitted all but perfectly "
+                "changes nothing, and tells nothing about new data. Tune by marginal likelihood, or on held-out data.",
+                ConvergenceWarning,
+            )
         best = int(losses.argmin())
         if not math.isfinite(float(losses[best])):
             what = "At every precision some leverage of the posterior reaches one, or its loss is not finite."
             got = f"precisions up to {float(levels[-1]):.3g}"
             fix = 'Pass a grid with larger precisions, or leverages="full", which leaves the posterior\'s covariance.'
             raise NotPositiveDefiniteError(what, got=got, fix=fix)
-        own, scale = model.likelihood.noise_std, float(scales[best]) if noisy else 1.0
         return LeaveOneOutTuning(
             method="leave_one_out",
-            prior_precision=(base * levels[best] / scale**2).to(model.vector.dtype),
-            noise_std=own * scale if noisy and own is not None else None,
+            prior_precision=(base * levels[best]).to(model.vector.dtype),
+            noise_std=None,
             value=-float(losses[best]),
             converged=grid_settled(levels, losses, best, "leave_one_out", float(levels[best])),
             n_evaluations=len(levels),
             training_prior_precision=training,
-            training_noise_std=own if training_noise is None else as_hyperparameter(training_noise),
             precisions=levels,
             losses=losses,
         )
 
-    def of_training(
-        self, posterior: Tunable, model: LaplaceModel, data: Iterable[Any], progress: bool
-    ) -> tuple[Tensor, Any]:
-        """The prior precision of training, and the noise that belongs to it (None for the likelihood's)."""
-        precision, noise, before = self.training_prior_precision, None, posterior.tuning
-        if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
-            # The posterior's own precision and noise are tuned ones, not those of training.
-            if precision is None and self.weight_decay is None:
-                precision = before.training_prior_precision
-            noise = before.training_noise_std
+    def _of_training(self, posterior: Tunable, data: Iterable[Any], progress: bool) -> Tensor:
+        """The prior precision of training."""
+        model, precision = posterior.laplace_model(), self.training_prior_precision
         if not check_training_prior(precision, self.weight_decay):
             raise unknown_training_prior()
         if self.weight_decay is not None:
@@ -330,15 +276,30 @@ class LeaveOneOut:
         assert precision is not None
         training = as_hyperparameter(precision).detach()
         model.prior(training)  # raises for an unusable precision
-        return training, noise
+        return training
 
 
-def _warn_of_interpolation(model: LaplaceModel, n_observations: float) -> None:
-    """Warn where a classifier interpolates its training data: gradients vanish there, so leaving out is blind."""
-    loss = -float(model.log_likelihood()) / n_observations
-    if model.likelihood.is_classifier and loss < INTERPOLATION:
-        warn(
-            f"The network's training loss is {loss:.2g} nats: leaving out data that are fitted all but perfectly "
-            "changes nothing, and tells nothing about new data. Tune by marginal likelihood, or on held-out data.",
-            ConvergenceWarning,
-        )
+def left_out_losses(
+    deletions: Deletions, precisions: Sequence[Tensor], *, progress: bool, seed: int | None, **options: Any
+) -> Tensor:
+    """The mean loss at each of G precisions, ``[G]`` float64, infinite where leverages reach one, in one pass.
+
+    Options are those of the link, with the ``seed`` of its random numbers.
+    """
+    likelihood, largest = deletions.model.likelihood, []
+    totals = torch.zeros(len(precisions), dtype=torch.float64, device="cpu")
+    for batch in deletions.batches(precisions, progress=progress):
+        largest.append(batch.leverages)
+        if bool((batch.leverages >= deletions.limit).any()):
+            continue  # they are refused, once all are counted
+        for number, leverages in enumerate(batch.own_leverages):
+            if bool((leverages >= deletions.limit).any()):
+                totals[number] = torch.inf
+        targets, weight = likelihood.separate(batch.targets)
+        for number in totals.isfinite().nonzero().flatten().tolist():
+            covariance = batch.covariances[number]
+            generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
+            found = from_functional(likelihood, batch.mean, covariance, generator=generator, **options)
+            totals[number] -= weighted_sum(found.log_prob(targets), weight)
+    deletions.check(largest)
+    return torch.where(totals.isfinite(), totals / deletions.n_rows, torch.inf)

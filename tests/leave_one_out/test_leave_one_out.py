@@ -218,11 +218,10 @@ def tokens():
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("leverages", ["own", "full"])
-@pytest.mark.parametrize("unit", ["example", "position"])
-def test_tokens(unit, leverages):
+def test_tokens(leverages):
     net, x, y = tokens()
     posterior = lp.Full(net, lp.Categorical(output_axis=-1), prior_precision=0.4).fit(chunks(x, y, 2, 4))
-    left = lp.leave_one_out(posterior, unit=unit, leverages=leverages)
+    left = lp.leave_one_out(posterior, leverages=leverages)
     outputs, jacobians = net(x).detach(), jacobian(net, x).view(6, 3, 3, -1)
     used = y != -100
     safe = torch.where(used, y, 0)
@@ -233,30 +232,22 @@ def test_tokens(unit, leverages):
     total = each.sum((0, 1)) + 0.4 * torch.eye(posterior.n_parameters, dtype=torch.float64)
     means = outputs.clone()
     for n in range(6):
-        for t in range(3):
-            own = each[n].sum(0) if unit == "example" else each[n, t]
-            pulled = torch.einsum("tcp,tc->p", jacobians[n], gradients[n])
-            if unit == "position":
-                pulled = jacobians[n, t].T @ gradients[n, t]
-            means[n, t] += jacobians[n, t] @ torch.linalg.solve(total - own, pulled)
-    expected = means if unit == "example" else means[used]
-    torch.testing.assert_close(left.mean, expected, rtol=1e-9, atol=1e-10)
+        pulled = torch.einsum("tcp,tc->p", jacobians[n], gradients[n])
+        means[n] += jacobians[n] @ torch.linalg.solve(total - each[n].sum(0), pulled)
+    torch.testing.assert_close(left.mean, means, rtol=1e-9, atol=1e-10)
     losses = -means[used].log_softmax(-1).gather(-1, y[used][:, None])
     torch.testing.assert_close(left.nll(scale=0.0), losses.mean(), rtol=1e-9, atol=1e-10)
     assert left.n_rows == 16
-    if unit == "example":
-        assert float(left.log_prob()[1, 2]) == 0.0
-        block = posterior.functional_posterior(x).covariance
-        assert left.covariance.shape == block.shape
+    assert float(left.log_prob()[1, 2]) == 0.0
+    assert left.covariance.shape == posterior.functional_posterior(x).covariance.shape
 
 
 def test_batches_of_different_lengths():
     net, x, y = tokens()
     data = [(x[:3], y[:3]), (x[3:, :2], y[3:, :2])]
     posterior = lp.Full(net, "classification").fit(data)
-    with pytest.raises(DataError, match='unit="position"'):
+    with pytest.raises(DataError, match="different shapes"):
         lp.leave_one_out(posterior)
-    assert lp.leave_one_out(posterior, unit="position").mean.shape == (13, 3)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -296,7 +287,6 @@ def test_data_that_are_gone(tmp_path):
     "options",
     [
         {"leverages": "exact"},
-        {"unit": "token"},
         {"kappa": 0.0},
         {"kappa": -1},
         {"kappa": math.nan},

@@ -195,7 +195,7 @@ def test_rows_without_a_target_change_no_tuning(kind, route):
             continue
         options = {
             "validation": {"data": [batch], "grid": [0.1, 1.0, 10.0]},
-            "leave_one_out": {"training_prior_precision": 1.0, "tune_noise": False},
+            "leave_one_out": {"training_prior_precision": 1.0},
         }.get(route, {})
         posterior.fit_prior_precision(route, **options)
         found.append(torch.stack([posterior.prior_precision, *([posterior.noise_std] if kind == "regression" else [])]))
