@@ -225,7 +225,7 @@ def test_no_classifier_and_no_gaussian():
     x = torch.randn(20, 4, dtype=torch.float64)
     net = nn.Linear(4, 2).double()
     regression = lp.Full(net, "regression").fit([(x, x[:, :2])])
-    with pytest.raises(UnsupportedError, match="leave_one_out"):
+    with pytest.raises(UnsupportedError, match="fit_prior_precision"):
         lp.calibrate(regression, weight_decay=0.01)
     with pytest.raises(ConfigurationError, match="Linear"):
         lp.calibrate(net, weight_decay=0.01)

@@ -247,7 +247,7 @@ def calibrate(
         posterior.require_fit()
     if not posterior.likelihood.is_classifier:
         what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
-        fix = 'Use fit_prior_precision("leave_one_out"), which tunes precision and noise.'
+        fix = "Use fit_prior_precision(), which tunes precision and noise."
         raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
     sampling: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator}
     if method != "leave_one_out":

@@ -38,7 +38,7 @@ from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive.linearized import outputs_for
 
-__all__ = ["DistillationQuality", "DistilledPosterior", "distill"]
+__all__ = ["Agreement", "DistillationQuality", "DistilledPosterior", "distill"]
 
 MOST_TAPS, HELD, BATCH, RATE, DECAY, GOOD, FAR = 8, 5, 512, 1e-2, 0.3, 0.9, 0.02
 """Layers whose inputs are features; every fifth input is held back; rows of a step of AdamW, its largest rate and its
@@ -48,22 +48,25 @@ _PASS = threading.local()
 """``.taken``: inputs of layers in the pass that runs in this thread; a context variable could not be compiled."""
 
 
-class DistillationQuality(NamedTuple):
-    """R² and ranks' correlation of log-variances, KL in nats from ``"gumbel"``'s probabilities: held back, altered."""
+class Agreement(NamedTuple):
+    """Of log-variances R² and the correlation of ranks; of ``"gumbel"``'s probabilities KL in nats, else 0."""
 
-    r2_held: float
-    rank_held: float
-    r2_altered: float
-    rank_altered: float
-    kl_held: float = 0.0
-    kl_altered: float = 0.0
+    r2: float
+    ranks: float
+    kl: float
+
+
+class DistillationQuality(NamedTuple):
+    """How the head agrees with the posterior on inputs that were held back, and on altered copies of these."""
+
+    held: Agreement
+    altered: Agreement
 
 
 class DistilledPosterior(FrozenPosterior):
     """A copy of the network with a head for variances, called as the network is; see :func:`distill`.
 
-    For classes by ``"gumbel"`` and ``"network"``, ``functional_variance`` is half that of a logit's differences from
-    others, weighted for those that may win.
+    The ``functional_variance`` of classes is the module text's ``V_c``, but for ``"probit"``.
     """
 
     quality: DistillationQuality
@@ -203,9 +206,8 @@ def distill(
         checks.count("The number of inputs", n, 20)
         data = [[*map(torch.cat, zip(*own, strict=True))] for own in parts]
         _fit(made, data[0], width, steps, source, progress)
-        near, far = (_agreement(made, *own) for own in data[1:])
-    made.quality = DistillationQuality(*near[:2], *far[:2], near[2], far[2])
-    if not (min(made.quality[:4]) >= GOOD and max(made.quality[4:]) <= FAR):
+        made.quality = DistillationQuality(*(_agreement(made, *own) for own in data[1:]))
+    if not all(min(own.r2, own.ranks) >= GOOD and own.kl <= FAR for own in made.quality):
         what = f"Distilled variances differ from the posterior's on held-back inputs: {made.quality}."
         warn(f"{what} Give more inputs, width= or steps=. If only altered copies differ, so may other inputs.")
     return made
@@ -301,11 +303,11 @@ def _fit(made: Any, data: Any, width: int, steps: int, source: torch.Generator, 
         made.register_buffer(name, own)
 
 
-def _agreement(made: DistilledPosterior, features: Tensor, wanted: Tensor, p: Tensor) -> tuple[float, float, float]:
+def _agreement(made: DistilledPosterior, features: Tensor, wanted: Tensor, p: Tensor) -> Agreement:
     """R² with a mean for each output; Spearman's correlation, the mean over outputs; divergence from p, if there is."""
     found = made.log_variance(features)
     lost, spread = (own.square().sum() for own in (found - wanted, wanted - wanted.mean(0)))
     ranks = [float(spearmanr(*own.cpu()).statistic) for own in torch.stack([found, wanted]).permute(2, 0, 1)]
     q = made.predicted(features[:, : p.shape[1]] / made.heat, found.exp())[0] if p.numel() else p
     kl = torch.special.xlogy(p, p / q.clamp_min(1e-30)).sum(-1).mean()
-    return float(1 - lost / spread), sum(ranks) / len(ranks), float(kl)
+    return Agreement(float(1 - lost / spread), sum(ranks) / len(ranks), float(kl))

@@ -86,9 +86,6 @@ class NoiseField:
         options: Kind and backend.
         generator: Source of Lanczos' start vectors, which have to be independent of the noise.
 
-    Attributes:
-        tail: The largest part of tr G left out so far.
-
     Raises:
         ConfigurationError: A prior precision of zero, under which noise in the null space has no scale.
     """
@@ -96,7 +93,7 @@ class NoiseField:
     def __init__(self, landscape: LossLandscape, options: Diffusion, *, generator: torch.Generator | None = None):
         checks.positive("The least prior precision of a diffusion", float(landscape.prior_precision.min()))
         self._landscape, self._options, self._generator = landscape, options, generator
-        self._unit, self.tail = landscape.prior_precision.rsqrt(), 0.0
+        self._unit = landscape.prior_precision.rsqrt()
 
     def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
         """The displacement in unit time for standard normal ``noise [..., P]`` at ``point [P]``, ``[..., P]``."""
@@ -161,10 +158,6 @@ class NoiseField:
             values, vectors = torch.cat([values, ritz]), torch.cat([vectors, basis.mT @ found.vectors[:rank]])
             if not found.converged:
                 break
-        if len(values) < n:  # one more product estimates what fraction of the trace is not resolved
-            probe = complement()
-            missing = (probe @ product(probe[None])[0]) / probe.square().sum() * (n - len(values))
-            self.tail = max(self.tail, float(missing / (missing + values.sum()).clamp(min=1e-300)))
         return values, vectors
 
 

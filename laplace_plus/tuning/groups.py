@@ -35,7 +35,7 @@ from laplace_plus import checks
 from laplace_plus.network import batches
 from laplace_plus.network.network import Network
 from laplace_plus.network.selection import layer_of
-from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
+from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups
 from laplace_plus.tuning.laplace import LaplaceModel
 
 NAME = "normalized_groups"
@@ -43,9 +43,6 @@ NAME = "normalized_groups"
 
 REST = "rest"
 """The group of what is neither normalised nor the last layer."""
-
-_SCALING_FLOOR = 1e-6
-"""Least scaling of a g-prior, as a part of its group's mean: entries that the data do not touch need some prior."""
 
 
 def check_structure(structure: Any) -> None:
@@ -74,29 +71,12 @@ def chosen_groups(posterior: Any, structure: str | Groups, data: Iterable[Any] |
     return normalized_groups(network, batch.inputs)
 
 
-def g_prior_scaling(model: LaplaceModel, structure: PriorStructure) -> Tensor:
-    """``diag(H)``, by which a g-prior multiplies the precisions, ``[P]`` float64.
-
-    With features scaled by ``s_j = [Σ JᵀΛJ]_jj^-½`` and an isotropic prior on the weights of the scaled features, the
-    weights themselves have the prior precisions ``λ s_j⁻² = λ diag(H)_j`` (Zellner, 1986; Antorán et al., 2023).
-    """
-    diagonal = curvature_diagonal(model, model.weights())
-    index = torch.zeros_like(model.layer_index) if structure == "scalar" else model.layer_index
-    return with_floor(diagonal, index.to(diagonal.device))
-
-
 def curvature_diagonal(model: LaplaceModel, weights: Tensor) -> Tensor:
     """``diag(H)`` at component weights ``[K]``, ``[P]`` float64."""
     diagonal = torch.empty(len(model.vector), dtype=torch.float64, device=model.vector.device)
     for layout, block in model.curvature:
         model.places[layout.key].scatter_(diagonal, block.diagonal(weights))
     return diagonal
-
-
-def with_floor(diagonal: Tensor, index: Tensor) -> Tensor:
-    """A g-prior's scaling ``[P]`` float64, at least a millionth of its group's mean; ``index [P]`` gives the groups."""
-    means = diagonal.new_zeros(int(index.max()) + 1).index_add(0, index, diagonal) / torch.bincount(index)
-    return torch.maximum(diagonal, _SCALING_FLOOR * torch.where(means > 0, means, 1.0)[index])
 
 
 _LINEAR: dict[Any, tuple[str, ...]] = {

@@ -28,7 +28,7 @@ from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
 from laplace_plus.structured import DiagonalBlock
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 from laplace_plus.tuning.groups import NAME as NORMALISED
-from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal, g_prior_scaling
+from laplace_plus.tuning.groups import check_structure, chosen_groups, curvature_diagonal
 from laplace_plus.tuning.laplace import LaplaceModel
 
 REACH = 30.0
@@ -56,7 +56,6 @@ class Objective:
         structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
         tune_noise: Whether noise levels are searched too.
         groups: The groups of the model; for other structures than ``"layerwise"`` those of the posterior.
-        scaling: Positive ``[P]``: the prior precision of each entry over that of its group; None for ones.
         limits: The box ``[2, n]`` in which to search; None for the default.
     """
 
@@ -65,7 +64,6 @@ class Objective:
     temperature: Tensor
     tune_noise: bool
     groups: Groups
-    scaling: Tensor | None = None
     limits: Tensor | None = None
 
     @classmethod
@@ -75,7 +73,6 @@ class Objective:
         structure: str | Groups,
         data: Iterable[Any] | None = None,
         tune_noise: bool | None = None,
-        scaling: str | None = None,
     ) -> Objective:
         """The objective of a posterior with the groups of a structure; ``ConfigurationError`` for bad choices."""
         model, groups, kind = posterior.laplace_model(), posterior.prior_groups, LAYERWISE
@@ -84,17 +81,12 @@ class Objective:
         else:
             groups = chosen_groups(posterior, structure, data)
             model = replace(model, layer_index=groups.index)
-        if scaling is not None and kind == "diagonal":
-            raise ConfigurationError(
-                "A precision for each entry leaves nothing to scale.", expected="another structure", got=repr(structure)
-            )
         tune_noise = tunes_noise(model.likelihood, tune_noise)
-        if (kind == "diagonal" or scaling is not None) and model.sampled is not None:
+        if kind == "diagonal" and model.sampled is not None:
             what = "Random vectors do not tell what the curvature has in single entries."
             fix = "With remainder_probes=0 lp.LowRank takes its pairs alone."
-            raise UnsupportedError(what, expected='structure="scalar" or groups, without scaling', fix=fix)
-        diagonal = None if scaling is None else g_prior_scaling(model, kind)
-        return cls(model, kind, posterior.temperature.detach(), tune_noise, groups, diagonal)
+            raise UnsupportedError(what, expected='structure="scalar" or groups', fix=fix)
+        return cls(model, kind, posterior.temperature.detach(), tune_noise, groups)
 
     @property
     def n_precisions(self) -> int:
@@ -102,13 +94,10 @@ class Objective:
         return {"scalar": 1, "layerwise": self.model.n_layers, "diagonal": len(self.model.vector)}[self.structure]
 
     def split(self, logarithms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Precisions, of each entry where they are scaled, and noise levels (None if they are not searched)."""
+        """Precisions and noise levels (None if they are not searched)."""
         precision, noise = logarithms[: self.n_precisions].exp(), logarithms[self.n_precisions :].exp()
         if self.structure == "scalar":
             precision = precision[0]
-        if self.scaling is not None:
-            each = precision if self.structure == "scalar" else precision[self.model.layer_index.to(precision.device)]
-            precision = each * self.scaling.to(precision.device)
         if not self.tune_noise:
             return precision, None
         own = self.model.likelihood.noise_std
@@ -128,21 +117,15 @@ class Objective:
         return EvidencePoint(self, point.detach(), value.item(), gradient)
 
     def scatter(self) -> Tensor:
-        """``Σ s_j (θ̂−μ₀)_j²`` over the entries that share a precision, with their scaling s, ``[n_precisions]``."""
-        if self.scaling is None:
-            return self.model.scatter(self.structure).detach().cpu().view(-1)
-        return self._sums(self.model.scatter("diagonal").detach().cpu() * self.scaling.double().cpu())
+        """``Σ (θ̂−μ₀)_j²`` over the entries that share a precision, ``[n_precisions]``."""
+        return self.model.scatter(self.structure).detach().cpu().view(-1)
 
     def sizes(self) -> Tensor:
         """The number of entries that share each precision, ``[n_precisions]`` float64."""
-        return self._sums(torch.ones((), dtype=torch.float64, device="cpu").expand(len(self.model.vector)))
-
-    def _sums(self, entries: Tensor) -> Tensor:
-        if self.structure == "diagonal":
-            return entries
-        if self.structure == "scalar":
-            return entries.sum()[None]
-        return entries.new_zeros(self.n_precisions).index_add(0, self.model.layer_index.cpu(), entries)
+        n, size = self.n_precisions, len(self.model.vector)
+        if self.structure == "layerwise":
+            return torch.bincount(self.model.layer_index.cpu(), minlength=n).double()
+        return torch.full((n,), size / n, dtype=torch.float64, device="cpu")
 
     @cached_property
     def scales(self) -> Tensor:
@@ -159,7 +142,7 @@ class Objective:
     def start(self) -> Tensor:
         """The best point of a coarse grid: far away from the optimum the evidence is flat."""
         # One precision for all, as of a scalar prior, costs less where a block has several.
-        mixed = self.structure == "layerwise" and self.scaling is None and self.model.mixes_layers
+        mixed = self.structure == "layerwise" and self.model.mixes_layers
         costly = self.structure == "diagonal" or mixed or self.model.sampled is not None
         quick = replace(self, structure="scalar") if costly else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
@@ -374,7 +357,6 @@ class EvidenceTuner:
     """Options of the tuners by an evidence, and tuning by the Laplace evidence; see :class:`MarginalLikelihood`."""
 
     structure: str | Groups = "scalar"
-    scaling: str | None = None
     tune_noise: bool | None = None
     data: Iterable[Any] | None = field(default=None, repr=False)
     tolerance: float = 1e-3
@@ -385,7 +367,6 @@ class EvidenceTuner:
 
     def __post_init__(self) -> None:
         check_structure(self.structure)
-        checks.choice("scaling of the prior", self.scaling, (None, "g_prior"))
         checks.positive("tolerance", self.tolerance)
         checks.count("max_iterations", self.max_iterations)
         if self.data is not None and self.structure != NORMALISED and not self.passes_over_data:
@@ -406,7 +387,7 @@ class EvidenceTuner:
             ConvergenceWarning: The tolerance was not met, or only at the limits of the search; or the tuned noise is
                 more than twice the training residuals, as γ takes more than three quarters of the data.
         """
-        objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
+        objective = Objective.create(posterior, self.structure, self.data, self.tune_noise)
         ticks = iter(progress_bar(itertools.count(1), enabled=progress, description=f"tuning by {self.name}"))
         now, count = objective.at(objective.start()), 0
         if self.name == "marginal_likelihood":
@@ -434,8 +415,6 @@ class MarginalLikelihood(EvidenceTuner):
         structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` (one precision for each layer that feeds a
             normalisation, one for the last layer and one for the rest), ``"diagonal"`` where the curvature's structure
             allows one precision for each entry (in closed form where it is diagonal), or :class:`~laplace_plus.Groups`.
-        scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, so that one
-            precision suits layers of all scales; where the curvature's structure allows one for each entry.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: Training data, for ``"normalized_groups"`` alone; by default the loaders of the fit.
         tolerance: In nats. Converged when no derivative of the evidence by a log hyperparameter exceeds this, or the

@@ -80,7 +80,6 @@ class Tangent(EvidenceTuner):
 
     Args:
         structure: As for :class:`~laplace_plus.MarginalLikelihood`.
-        scaling: Likewise.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: The training data; by default the loaders of the fit.
         tolerance: Converged when no derivative of the evidence by the logarithm of a hyperparameter exceeds this, in
@@ -120,7 +119,7 @@ class Tangent(EvidenceTuner):
             ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
         """
         data = posterior.training_data.again(self.data, "The tangent model's optimum passes over the training data.")
-        objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
+        objective = Objective.create(posterior, self.structure, self.data, self.tune_noise)
         objective, model = replace(objective, limits=objective.box), objective.model
         survey(model, posterior.network, data, posterior.n_data, progress=progress)
         tangent = TangentModel(posterior.network, model.likelihood, data, temperature=posterior.temperature)

@@ -285,43 +285,6 @@ def test_prior_mean_is_that_of_the_posterior():
     assert (near.vector - mean).norm() < 1e-3 * (far.vector - mean).norm()
 
 
-@pytest.mark.parametrize(
-    ("name", "evidence"),
-    [
-        ("Full", "laplace"),
-        ("Full", "tangent"),
-        ("Diagonal", "laplace"),
-        pytest.param("Diagonal", "tangent", marks=pytest.mark.slow),
-        ("LowRank", "laplace"),
-        pytest.param("LowRank", "tangent", marks=pytest.mark.slow),
-    ],
-)
-def test_g_prior_scales_with_the_curvature(name, evidence):
-    net, x, y = mlp_problem()
-    options = {"rank": 30, "remainder_probes": 0, "tolerance": 1e-9} if name == "LowRank" else {}
-    posterior = CLASSES[name](net, "classification", **options).fit([(x, y)])
-    posterior.fit_prior_precision(evidence=evidence, structure="layerwise", scaling="g_prior")
-    diagonal = ggn(jacobian(net, x), categorical_hessian(net(x).detach())).diagonal()
-    ratio = posterior.prior_precision / diagonal
-    for layer in range(2):
-        own = ratio[posterior.network.layer_index() == layer]
-        assert (own / own[0]).sub(1).abs().max() < 1e-5
-    assert posterior.tuning.converged
-    assert posterior.log_marginal_likelihood().isfinite()
-
-
-def test_g_prior_is_the_best_along_its_scaling():
-    net, x, y = mlp_problem()
-    posterior = lp.Full(net, "classification").fit([(x, y)])
-    found = posterior.fit_prior_precision(scaling="g_prior", tolerance=1e-6).tuning
-    for factor in (0.99, 1.01):
-        assert posterior.log_marginal_likelihood(factor * posterior.prior_precision) < found.value
-    with pytest.raises(ConfigurationError, match="nothing to scale"):
-        posterior.fit_prior_precision(structure="diagonal", scaling="g_prior")
-    with pytest.raises(UnsupportedError, match="entry to entry"):
-        lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision(scaling="g_prior")
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +297,7 @@ def test_bad_arguments_are_refused_by_name():
         ({"evidence": "tangent", "method": "validation", "data": [(x, y)]}, "evidence"),
         ({"evidence": "tangent", "predictive_mean": "best"}, "network"),
         ({"predictive_mean": "tangent"}, "predictive_mean"),
-        ({"scaling": "zellner"}, "g_prior"),
+        ({"scaling": "g_prior"}, "scaling"),
         ({"evidence": "tangent", "max_iterations": 0}, "max_iterations"),
         ({"evidence": "tangent", "max_steps": 0}, "max_steps"),
         ({"structure": Groups("own", ("all",), torch.zeros(3, dtype=torch.long))}, "another shape"),

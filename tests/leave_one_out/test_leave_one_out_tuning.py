@@ -158,8 +158,8 @@ def test_an_end_of_the_grid_where_the_loss_still_falls():
     posterior = lp.Full(net, "classification", prior_precision=0.4).fit([(x, y)])
     posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
     best = float(posterior.prior_precision)
+    grid = [best / 1000, best / 100, best / 30]
     with pytest.warns(ConvergenceWarning, match="leave_one_out"):
-        grid = [best / 1000, best / 100, best / 30]
         posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4, grid=grid)
     assert not posterior.tuning.converged
 

@@ -127,12 +127,6 @@ def test_groups_scaling_and_mean_are_stored(tmp_path):
     with pytest.raises(DataError, match="train_loader"):  # the data are not stored
         loaded.fit_prior_precision(evidence="tangent")
     loaded.fit_prior_precision(structure="normalized_groups")  # the groups are
-    posterior.fit_prior_precision(structure="normalized_groups", scaling="g_prior")
-    posterior.save(tmp_path / "scaled")
-    scaled = lp.load(tmp_path / "scaled", net)
-    assert torch.equal(scaled.prior_precision, posterior.prior_precision)
-    assert scaled.predictive_mean == "network"
-    assert torch.allclose(scaled.predictive(NEW).variance, posterior.predictive(NEW).variance)
 
 
 def test_groups_are_saved(tmp_path):

@@ -15,8 +15,8 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
+from laplace_plus.posteriors.sampled.tuning import with_floor
 from laplace_plus.priors import Groups
-from laplace_plus.tuning.groups import with_floor
 
 TIGHT = lp.CGSolver(tolerance=1e-9)
 

@@ -30,7 +30,7 @@ from laplace_plus.posteriors.sampled.systems import PriorUnits, Solved, effectiv
 from laplace_plus.priors import GaussianPrior, Groups
 from laplace_plus.tuning import TuningResult
 from laplace_plus.tuning.base import tunes_noise
-from laplace_plus.tuning.groups import chosen_groups, with_floor
+from laplace_plus.tuning.groups import chosen_groups
 from laplace_plus.tuning.marginal_likelihood import knows_precisions, updated_noise
 from laplace_plus.tuning.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 
@@ -137,6 +137,15 @@ def mackay_step(precision: Tensor, effective: Tensor, size: Tensor, squares: Ten
     """``log(γ_g / (λ_g ‖θ★_g − μ_g‖²))``, ``[G]``: the step of ``log λ_g``, zero where the evidence is stationary."""
     least = torch.finfo(torch.float64).tiny
     return (effective.clamp_min(_LEAST).minimum(size) / (precision * squares).clamp_min(least)).log()
+
+
+def with_floor(diagonal: Tensor, index: Tensor) -> Tensor:
+    """A g-prior's scaling ``[P]`` float64, at least a millionth of its group's mean; ``index [P]`` gives the groups.
+
+    Entries that the data do not touch need some prior.
+    """
+    means = diagonal.new_zeros(int(index.max()) + 1).index_add(0, index, diagonal) / torch.bincount(index)
+    return torch.maximum(diagonal, 1e-6 * torch.where(means > 0, means, 1.0)[index])
 
 
 class Alternation:
