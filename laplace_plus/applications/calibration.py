@@ -45,7 +45,7 @@ from laplace_plus.posteriors.storing import save
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.tuning.deletions import INTERPOLATION, Leverages
-from laplace_plus.tuning.laplace import check_training_prior, survey, unknown_training_prior
+from laplace_plus.tuning.laplace import check_training_prior, precision_of_weight_decay, survey, unknown_training_prior
 from laplace_plus.tuning.leave_one_out import leave_one_out
 
 LARGEST = 8.0
@@ -281,8 +281,9 @@ def calibrate(
         what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
         expected = f"a mean training loss of at least {INTERPOLATION:.3g} nats"
         raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
-    decay = seen.n_entries * (weight_decay or 0.0) / float(posterior.temperature)
-    own.prior_precision = decay if training_prior_precision is None else training_prior_precision
+    if weight_decay is not None:
+        training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, posterior.temperature)
+    own.prior_precision = training_prior_precision
     left = leave_one_out(own, again, kappa=kappa, leverages=leverages, progress=progress)
     observations = left.likelihood.rows(left.mean.double(), left.targets)
     fitted, loss, inside = _best_temperature(left.likelihood, observations)

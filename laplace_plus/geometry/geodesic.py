@@ -157,7 +157,6 @@ class GeodesicResult:
         endpoint: ``c(t)`` at the last time, ``[k, P]``; NaN for a geodesic that did not get there.
         velocity: ``c'(t)`` there, ``[k, P]``; NaN likewise.
         energy: ``c'ᵀ M c'`` at the start, ``[k]``; the square of the geodesic's length per unit of time.
-        energy_drift: Sum of the relative changes of the energy that were corrected for, ``[k]``.
         n_evaluations: Gradients with Hessian-vector products that each one took, ``[k]``.
         statuses: ``[k]`` integers, the :class:`PathStatus` of each one.
         n_creases: Creases of the surface that each one was led across, ``[k]``; smaller ones pass unnoticed.
@@ -167,7 +166,6 @@ class GeodesicResult:
     endpoint: Tensor
     velocity: Tensor
     energy: Tensor
-    energy_drift: Tensor
     n_evaluations: Tensor
     statuses: Tensor
     n_creases: Tensor
@@ -291,7 +289,7 @@ def _integrate(
     samples = torch.arange(k, device=device)
     y = torch.cat([start, velocities], 1)
     slope, gradient, product, initial = (part.clone() for part in rates(samples, y))
-    drift, count = torch.zeros_like(initial), torch.ones(k, dtype=torch.long, device=device)
+    count = torch.ones(k, dtype=torch.long, device=device)
     states = y.new_full((k, len(goals), y.shape[1]), float("nan"))
     goal, n_creases = torch.zeros(2, k, dtype=torch.long, device=device)
     fine = torch.isfinite(slope).all(1) & torch.isfinite(initial)
@@ -335,7 +333,6 @@ def _integrate(
             for values, new in zip((end_slope, end_gradient, end_product, energy), there, strict=True):
                 values[crossed] = new
             finite &= torch.isfinite(end_slope).all(1) & torch.isfinite(energy)
-            change = torch.where(crossed, 0.0, change)
             count[active[crossed]] += 1
             n_creases[active[crossed & finite]] += 1
         accepted = finite & (norm <= 1) & (straight | crossed)
@@ -353,7 +350,6 @@ def _integrate(
         slope[moved] = torch.cat([ratio.sqrt() * u, ratio * bend], 1)
         gradient[moved], product[moved] = end_gradient[accepted], ratio.sqrt() * end_product[accepted]
         t[moved] = torch.where(landing, goals[goal[active]], t[active] + step)[accepted]
-        drift[moved] += change[accepted].to(drift)
         # A step cut short to land on a time does not rule out the longer one that was planned.
         h[active] = torch.where(accepted & landing, torch.maximum(h[active], step * factor), step * factor)
         landed = active[accepted & landing]
@@ -368,7 +364,7 @@ def _integrate(
         statuses[active[failed & ~finite]] = PathStatus.NOT_FINITE
         active = active[~ended & ~failed]
     path, speeds = states.chunk(2, 2)
-    return GeodesicResult(path[:, -1], speeds[:, -1], initial, drift, count, statuses, n_creases, path)
+    return GeodesicResult(path[:, -1], speeds[:, -1], initial, count, statuses, n_creases, path)
 
 
 def _size(vectors: Tensor) -> Tensor:

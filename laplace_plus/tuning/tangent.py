@@ -55,15 +55,13 @@ class TangentResult(TuningResult):
     """What tuning by the tangent model's evidence found, and how.
 
     Attributes:
-        group_precision: ``[G]``, one precision for each group (for a scalar prior ``[1]``), before any scaling.
-        effective_parameters: γ, how many parameters of each of these groups the data determine.
+        effective_parameters: γ, how many parameters of each group the data determine, ``[G]``; of a scalar prior ``[1]``.
         n_iterations: Number of alternations.
         n_steps: Number of steps that the convex optimisation took, over all alternations.
         trace: The evidence M after each alternation.
         network_value: The evidence of the network's own weights at the same hyperparameters, for comparison.
     """
 
-    group_precision: Tensor
     effective_parameters: Tensor
     n_iterations: int
     n_steps: int
@@ -149,7 +147,6 @@ class Tangent(EvidenceTuner):
             sem=sem,
             precision_sem=precision_sem,
             predictive_mean=self.predictive_mean,
-            group_precision=now.logarithms[: objective.n_precisions].exp().to(dtype),
             effective_parameters=now.effective_parameters(),
             n_iterations=search.n_iterations,
             n_steps=search.n_steps,

@@ -82,7 +82,6 @@ def test_linear_regression_with_three_groups_is_exact(kept, monkeypatch):
     assert found.value == pytest.approx(evidence, abs=1e-8)
     assert found.noise_std.item() == pytest.approx(noise, rel=1e-8)
     for got, want in [
-        (found.group_precision, precision),
         (posterior.prior_precision, precision),
         (found.vector, mean),
         (found.effective_parameters, gamma),

@@ -80,7 +80,6 @@ def test_energy_is_kept():
     assert not result.statuses.any()
     metric = GraphMetric(landscape.gradient(result.endpoint))
     torch.testing.assert_close(metric.squared_norm(result.velocity), result.energy, rtol=1e-6, atol=0)
-    assert result.energy_drift.max() < 1e-6
     start = GraphMetric(landscape.gradient(landscape.vector[None]))
     torch.testing.assert_close(start.squared_norm(vectors(1, 17, scale=0.4)), result.energy)
 

@@ -55,7 +55,6 @@ class Update:
         prior_precision: After the update: 0-d or ``[G]``, one for each of the posterior's ``prior_groups``; of a
             diagonal prior, each layer's geometric mean.
         noise_std: Gaussian noise after the update, 0-d or ``[C]``; None for other likelihoods.
-        improved: Whether the evidence is the greatest so far.
     """
 
     epoch: int
@@ -64,7 +63,6 @@ class Update:
     loss: float
     prior_precision: Tensor
     noise_std: Tensor | None
-    improved: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +357,7 @@ class _Run:
         precision, noise = posterior.prior_precision.detach(), posterior.noise_std
         if self.structure == "diagonal":
             precision = posterior.prior_groups.geometric_means(precision)
+        improved = evidence > max((update.evidence for update in self.updates), default=-math.inf)
         update = Update(
             epoch=epoch,
             evidence=evidence,
@@ -366,10 +365,9 @@ class _Run:
             loss=loss,
             prior_precision=precision.double().cpu().clone(),
             noise_std=None if noise is None else noise.clone(),
-            improved=evidence > max((update.evidence for update in self.updates), default=-math.inf),
         )
         self.updates.append(update)
-        if update.improved or not self.early_stopping:
+        if improved or not self.early_stopping:
             hyper = {"prior_precision": posterior.prior_precision, "noise_std": noise}
             self.kept = {**hyper, "epoch": epoch, "evidence": evidence}
             self.best = weights_of(self.loop.network.model) if self.early_stopping else None
