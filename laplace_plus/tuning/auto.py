@@ -35,7 +35,7 @@ from laplace_plus.errors import DataError, NoGainWarning, UnseenRowsWarning, war
 from laplace_plus.network.batches import iterate
 from laplace_plus.tuning import new_data
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
-from laplace_plus.tuning.deletions import at_best_noise, leave_out, link_options, noise_terms
+from laplace_plus.tuning.deletions import at_best_noise, leave_out, link_options, noise_terms, own_terms
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
 from laplace_plus.tuning.new_data import ENOUGH, TOLERANCE, Rows, Views, evenly, room, thinned
 from laplace_plus.tuning.noise import NoiseEstimate, noise_from_residuals
@@ -257,9 +257,7 @@ def _of_regression(
 
 def _without_own(own: Tunable, mean: Tensor, targets: Tensor, weight: Tensor, covariance: Tensor) -> Tensor:
     """Covariances ``[n, C, C]`` by a matrix over all weights, without each row's own term where leverages allow."""
-    root = own.likelihood.output_root(mean, targets) * weight.clamp_max(1.0).sqrt()[:, None, None]
-    each = (own.likelihood.curvature_weights() / own.temperature.double()).to(mean)
-    root = root * each.sqrt()[own.likelihood.output_groups(root.shape[-1]).to(mean.device)]
-    leverages, _, left = leave_out(covariance, root, torch.zeros_like(mean))
+    terms = own_terms(own.likelihood, own.temperature, mean, targets, weight)
+    leverages, _, left = leave_out(covariance, *terms)
     below = (leverages < 1 - 16 * torch.finfo(own.network.dtype).eps).all(-1)
     return torch.where(below[:, None, None], left, covariance)

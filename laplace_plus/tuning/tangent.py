@@ -55,7 +55,7 @@ class TangentResult(TuningResult):
     """What tuning by the tangent model's evidence found, and how.
 
     Attributes:
-        effective_parameters: γ, how many parameters of each group the data determine, ``[G]``; of a scalar prior ``[1]``.
+        effective_parameters: γ, how many parameters of each group the data determine, ``[G]``; for a scalar prior [1].
         n_iterations: Number of alternations.
         n_steps: Number of steps that the convex optimisation took, over all alternations.
         trace: The evidence M after each alternation.
