@@ -236,16 +236,7 @@ def train_marginal_likelihood(
     with loop.running():
         groups = loop.begin(own, curved, structure)
         own.prior_precision = prior_precision
-        run = _Run(
-            loop,
-            own,
-            structure,
-            groups,
-            tune_noise=tune_noise,
-            steps=hyper_steps,
-            learning_rate=hyper_lr,
-            early_stopping=early_stopping,
-        )
+        run = _Run(loop, own, structure, groups, tune_noise, hyper_steps, hyper_lr, early_stopping)
         if state is None:
             loop.count(curvature_loader)
         else:
@@ -312,41 +303,40 @@ class TrainingObjective:
         return (self.penalty() / self._n_data).to(fit) - fit / self._scale
 
 
+@dataclass
 class _Run:
     """Updates of the hyperparameters: gradient ascent on the evidence of a fitted posterior, in their logarithms.
 
     By Adam (Kingma and Ba, 2015), whose moments are kept from update to update, or by the posterior's own line search.
+    ``best`` are the weights of the update with the greatest evidence; ``kept`` the result's hyperparameters, its epoch
+    and its evidence.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        posterior: GaussianPosterior,
-        structure: str | Groups,
-        groups: Groups | None,
-        *,
-        tune_noise: bool,
-        steps: int | None,
-        learning_rate: float,
-        early_stopping: bool,
-    ):
-        self.loop, self.posterior, self.groups, self.early_stopping = loop, posterior, groups, early_stopping
-        self.structure = LAYERWISE if groups is not None else str(structure)
-        self.tune_noise, self.steps = tune_noise, steps
-        self.updates: list[Update] = []
-        self.best: dict[str, Tensor] | None = None  # the weights of the update with the greatest evidence
-        self.kept: dict[str, Any] = {}  # the result's hyperparameters, its epoch and its evidence
+    loop: Loop
+    posterior: GaussianPosterior
+    structure: str | Groups
+    groups: Groups | None
+    tune_noise: bool
+    steps: int | None
+    learning_rate: float
+    early_stopping: bool
+    updates: list[Update] = field(default_factory=list)
+    best: dict[str, Tensor] | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        posterior, structure = self.posterior, LAYERWISE if self.groups is not None else str(self.structure)
         n_groups, n_entries = len(posterior.prior_groups.names), posterior.n_parameters
-        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[self.structure]
-        precision = posterior.prior().vector() if self.structure == "diagonal" else posterior.prior_precision
+        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[structure]
+        precision = posterior.prior().vector() if structure == "diagonal" else posterior.prior_precision
         precision = precision.detach().double().cpu()
         precision = precision.reshape(()).expand(shape).clone() if precision.numel() == 1 else precision
         checks.shape("prior_precision", precision, shape)
         checks.finite("The evidence", posterior.log_marginal_likelihood(precision), _FIX)  # may be unsupported
         # Searched in e-folds: the precisions, and the noise levels if they are tuned.
-        tuned = [precision, *([posterior.noise_std.detach().double().cpu()] if tune_noise else [])]  # type: ignore[union-attr]
+        tuned = [precision, *([posterior.noise_std.detach().double().cpu()] if self.tune_noise else [])]  # type: ignore[union-attr]
         self._logs = [own.log().requires_grad_() for own in tuned]
-        self._optimizer = torch.optim.Adam(self._logs, lr=learning_rate)
+        self._optimizer = torch.optim.Adam(self._logs, lr=self.learning_rate)
 
     def update(self, epoch: int, loss: float) -> None:
         """Improve the hyperparameters of a fit at the present weights, and keep them if the result is to have them."""
