@@ -102,7 +102,7 @@ def evaluate(model: nn.Module, split: sources.Split, *, large: bool) -> tuple[di
     rows[EVIDENCE] = predictions(main, *split.test, "probit")
     recipes = [(PROBIT, main, "probit", "own"), (MC, main, "mc", "own"), (SPLIT, kfac, "probit", "full")]
     if large:
-        recipes = [(PROBIT, kfac, "probit", "first_order")]
+        recipes = [(PROBIT, kfac, "probit", "full")]
     for name, posterior, link, leverages in recipes:
         rows[name], found[name] = calibrated(posterior, split, link, leverages)
     if large:

@@ -10,9 +10,7 @@ The recipe by leave-one-out, for a network trained with weight decay, in the not
    and ``s V₋ₙ(α₀)``.
 
 ``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots retraining.
-Leverages of the last layer alone are lower bounds, so the losses come out too low. A ``T < 1`` from them is therefore
-not used, and predictions are the network's own. Networks that interpolate their training data are refused: gradients
-vanish there, and leaving out is blind.
+Networks that interpolate their training data are refused: gradients vanish there, and leaving out is blind.
 
 Held-out data make the Gaussian over outputs ``N(A f + b, s A V Aᵀ)``, with the least mean loss of their targets (Guo et
 al., 2017). ``A`` is ``I/T`` with ``b = 0`` (``"temperature"``), diagonal (``"vector"``) or any matrix (``"matrix"``), s
@@ -198,8 +196,7 @@ def calibrate(
             times the outputs for several binary ones.
         kappa: The leverage factor.
         leverages: The curvature of leverages and displacements. ``"own"`` is the posterior's; leverages of KFAC and
-            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix ``[P, P]``;
-            ``"first_order"`` has none, for networks in which that is too large.
+            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix ``[P, P]``.
         link: For the tuning of s and for predictions; as for ``predictive``.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.

@@ -39,7 +39,7 @@ from laplace_plus.structured import Factor
 from laplace_plus.tuning.base import Tunable
 from laplace_plus.tuning.laplace import FittedData
 
-Leverages = Literal["own", "full", "first_order"]
+Leverages = Literal["own", "full"]
 
 INTERPOLATION = 0.01
 """Mean training loss in nats below which a classifier counts as interpolating: gradients at its data vanish.
@@ -48,18 +48,13 @@ An interpolating network had a leave-one-out loss of 0.000 where its test loss w
 """
 
 
-def leave_out(
-    covariance: Tensor, root: Tensor, gradient: Tensor, *, first_order: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Remove each example's own term: its leverages ``[B, r]``, ``f₋ₙ − f`` ``[B, b]`` and ``V₋ₙ [B, b, b]``.
 
     Given are V ``[B, b, b]``, a root S of ``Λ = S Sᵀ`` and the gradient g. The symmetric ``SᵀVS = Q diag(l) Qᵀ`` has
-    the eigenvalues of ``V Λ``. Then ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``. In first order
-    these are 0, ``V g`` and V.
+    the eigenvalues of ``V Λ``. Then ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``.
     """
     covariance, root, gradient = covariance.double(), root.double(), gradient.double()
-    if first_order:
-        return root.new_zeros(root.shape[0], root.shape[-1]), (covariance @ gradient[..., None])[..., 0], covariance
     product = covariance @ root
     inner = root.mT @ product
     leverages, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
@@ -160,9 +155,8 @@ class Deletions:
             covariances = self._covariances(sets, model.curvature.layouts, batch.inputs, raw)
             if self.displacing is not None:
                 covariances = [*self._covariances([self.displacing], None, batch.inputs, raw), *covariances]
-            first_order, own = self.leverages == "first_order", list[Tensor]()
-            leverages, shift, _ = leave_out(covariances[0], root, gradient, first_order=first_order)
-            found = []
+            leverages, shift, _ = leave_out(covariances[0], root, gradient)
+            found, own = list[Tensor](), list[Tensor]()
             for covariance in covariances[1:]:
                 if self.leverages == "own":
                     each, _, covariance = leave_out(covariance, root, gradient)
@@ -193,8 +187,7 @@ class Deletions:
         if above:
             fix = "Use the prior precision that training had (a larger one), or float64."
             if self.leverages == "own":
-                fix = "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
-                fix += 'leverages="full", or where P × P numbers are too many, leverages="first_order".'
+                fix = 'leverages="full" displaces by the exact Gauss-Newton matrix [P, P], and keeps this covariance.'
             raise NotPositiveDefiniteError(
                 f"{above} of {len(values)} data have a leverage of one or more: without such a datum, the posterior "
                 "precision is not positive definite.",

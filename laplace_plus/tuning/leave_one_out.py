@@ -111,8 +111,8 @@ def leave_one_out(
         data: The data that the posterior was fitted to; by default the loaders that its ``fit`` saw.
         prior_precision: That of training, for the displacement, at the posterior's noise; by default the posterior's.
         kappa: Factor on it; 1 is the formula.
-        leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix ``[P, P]``; or
-            none, ``"first_order"``, where that is too large. The latter two have this posterior's ``V``.
+        leverages: ``"own"``, of this posterior's curvature; or ``"full"``, of the exact Gauss-Newton matrix ``[P, P]``,
+            with this posterior's ``V``.
         progress: Whether to show a progress bar.
 
     Raises:

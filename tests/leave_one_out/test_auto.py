@@ -105,7 +105,7 @@ def test_the_scale_of_the_covariance(cls, tmp_path):
     net, x, y = linear_problem(classification=True)
     posterior = cls(net, "classification", prior_precision=2.0).fit([(x, y)])
     covariance, evidence = posterior.covariance_matrix(), posterior.log_marginal_likelihood()
-    outputs, left = posterior.functional_posterior(x).covariance, lp.leave_one_out(posterior, leverages="first_order")
+    outputs, left = posterior.functional_posterior(x).covariance, lp.leave_one_out(posterior, leverages="full")
     scaled = copy.copy(posterior)
     scaled.covariance_scale = 0.1
     scaled.save(tmp_path / "scaled")
@@ -114,7 +114,7 @@ def test_the_scale_of_the_covariance(cls, tmp_path):
         torch.testing.assert_close(one.variance(), 0.1 * covariance.diagonal())
         torch.testing.assert_close(one.precision_matrix() @ one.covariance_matrix(), torch.eye(8).double())
         torch.testing.assert_close(one.functional_posterior(x).covariance, 0.1 * outputs)
-        found = lp.leave_one_out(one, [(x, y)], leverages="first_order")
+        found = lp.leave_one_out(one, [(x, y)], leverages="full")
         torch.testing.assert_close(found.covariance, 0.1 * left.covariance)
         torch.testing.assert_close(found.mean, left.mean)  # what training did is another matter
         draws = [p.sample(3, generator=torch.Generator().manual_seed(0)) - p.mean for p in (one, posterior)]
