@@ -82,11 +82,18 @@ def split(item: Any) -> Batch:
     if not leaves or not all(map(torch.is_tensor, leaves)):
         expected = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
         fix = "let the loader yield batches (a DataLoader collates examples), or rename the target's key"
-        if any(cls.__module__.startswith("torch_geometric") for cls in type(item).__mro__):
-            fix = "give the posterior network = GraphNetwork(model), of whole graphs with level='graph', and fit to "
-            fix += "GraphLoader(loader, network); both are in laplace_plus.integrations.torch_geometric"
+        fix = _graphs(item) or fix
         raise DataError("A batch has no tensor as its target.", expected=expected, got=describe(item), fix=fix)
     return Batch(inputs_of(item), target)
+
+
+def _graphs(item: Any) -> str:
+    """How graphs of torch_geometric become batches; empty for anything else."""
+    if not any(cls.__module__.startswith("torch_geometric") for cls in type(item).__mro__):
+        return ""
+    what = "give the posterior network = GraphNetwork(model), of whole graphs with level='graph', fit to "
+    what += "GraphLoader(loader, network), and predict at network.inputs(graph); both are in "
+    return what + "laplace_plus.integrations.torch_geometric"
 
 
 def _target_key(item: Mapping[Any, Any]) -> Any:
@@ -266,7 +273,8 @@ def bind(
     named = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
     shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
     expected = f"inputs for the parameters ({', '.join(shown[len(owner) :])})"
-    fix = "let the loader yield just the inputs that the network takes, under the names of its parameters"
+    fix = _graphs(inputs)
+    fix = fix or "let the loader yield just the inputs that the network takes, under the names of its parameters"
     raise DataError(f"The inputs do not fit {named}.", expected=expected, got=describe(inputs), fix=fix)
 
 
@@ -366,6 +374,7 @@ def batch_size(inputs: Any) -> int:
     what = "A batch's inputs hold no tensor with a batch dimension."
     fix = "convert the inputs to tensors, and collate. Objects of your own (graphs, molecules) come as a list "
     fix += "of as many as targets, forward's one argument"
+    fix = _graphs(inputs) or fix
     raise DataError(what, expected="a tensor [B, ...], also in a tuple or mapping", got=describe(inputs), fix=fix)
 
 

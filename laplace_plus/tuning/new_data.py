@@ -75,6 +75,9 @@ times weights."""
 TOLERANCE = 0.005
 """Nats by which a loss of regression may exceed the least; standard errors are rarely less."""
 
+MASKED = -5e3
+"""Logits below it are masked: no other input tells them, and they tell none."""
+
 LEAST_ROWS = 10
 """Data of which fewer tell nothing of each other."""
 
@@ -239,10 +242,16 @@ def unlearned_features(network: Network, inputs: Sequence[Any]) -> Tensor:
             found = [network(x, {**values, **head}).detach() for x in inputs]
         except Exception:  # whatever a network with a tied or nested last layer makes of it
             found = [network(x, values).detach() for x in inputs]
-        flat = torch.cat([outputs.flatten(0, -2) for outputs in found]).double()
+        flat = unmasked(torch.cat([outputs.flatten(0, -2) for outputs in found]).double())
         flat = flat - flat.mean(0)
         drawn.append(flat / flat.square().sum(1).mean().sqrt().clamp_min(torch.finfo(flat.dtype).tiny))
     return torch.cat(drawn, 1)
+
+
+def unmasked(logits: Tensor) -> Tensor:
+    """Logits ``[n, C]`` with the mean of their column's others in place of masked ones."""
+    masked = logits < MASKED
+    return torch.where(masked, logits.masked_fill(masked, math.nan).nanmean(0).nan_to_num(0.0), logits)
 
 
 def left_out(features: Tensor, values: Tensor, widths: Sequence[float], ridges: Tensor) -> Tensor:
@@ -280,12 +289,13 @@ def left_out_outputs(features: Tensor, outputs: Tensor) -> Tensor:
     return left_out(features, outputs, (0.1, 0.3, 1.0), torch.logspace(-7, 1, 17))
 
 
-def distinct(features: Tensor) -> Tensor:
-    """Indices of the first of each set of equal rows, in their order."""
+def distinct(features: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the first of each set of equal rows, in their order, and the sums of their weights ``[n]``."""
     _, place = torch.unique(features, dim=0, return_inverse=True)
     first = torch.full((int(place.max()) + 1,), len(place), device=place.device)
     index = torch.arange(len(place), device=place.device)
-    return first.scatter_reduce(0, place, index, "amin").sort().values
+    kept = first.scatter_reduce(0, place, index, "amin").sort().values
+    return kept, torch.zeros_like(weights).index_add(0, place, weights)[place[kept]]
 
 
 def rate_of_wrong(scores: Tensor, truth: Tensor) -> float:
@@ -366,16 +376,18 @@ class Views:
             return None
         parts, place = rows.around(index)
         features = unlearned_features(self.own.network, parts)[place]
-        kept = distinct(features)
+        kept, weights = distinct(features, rows.weights[index])
         index, outputs = index[kept], rows.outputs[index[kept]]
+        masked = (outputs < MASKED) & likelihood.is_classifier
+        outputs = torch.where(masked, unmasked(outputs), outputs)
         if likelihood.is_classifier and likelihood.couples_outputs:  # softmax takes their mean away
             outputs = outputs - outputs.mean(1, keepdim=True)
         told = left_out_outputs(features[kept], outputs)
         missed = (told - outputs).square().sum() / (outputs - outputs.mean(0)).square().sum()
         if len(kept) < LEAST_ROWS or not float(missed) <= 1 - TOLD_OUTPUTS:  # or NaN: outputs are all alike
             return None
-        some = evenly(len(index), self.most, index.device)
-        targets, weights = batches.cut(rows.targets, index[some]), rows.weights[index[some]]
+        told, some = told.masked_fill(masked, 2 * MASKED), evenly(len(index), self.most, index.device)
+        targets, weights = batches.cut(rows.targets, index[some]), weights[some]
         score: Score = lambda found: -(weights * found.log_prob(targets)).sum() / weights.sum()  # noqa: E731
         return self.losses_at(*rows.around(index[some]), told[some], score)
 
@@ -388,7 +400,7 @@ class Views:
         if not likelihood.is_classifier or not rows.are_points:
             return None, None
         features = torch.cat(rows.around(index)[0]).flatten(1)
-        kept = distinct(features)
+        kept, _ = distinct(features, rows.weights[index])
         features, index = features[kept], index[kept]
         if len(index) < LEAST_ROWS:
             return None, None

@@ -459,6 +459,23 @@ def test_examples_that_share_rows_are_told_to_be_dear():
         lp.KFAC(model, "classification").fit(batches)
 
 
+def test_weak_effects_on_other_examples_are_found_where_no_rule_describes_a_weight():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            f = torch.einsum("nd,od->no", x, self.layer.weight) + self.layer.bias
+            return f + 2e-4 * f.tanh().mean(0)
+
+    torch.manual_seed(0)
+    model, x = Mixed().double(), torch.randn(6, 3, dtype=torch.float64)
+    batches = [((x,), torch.zeros(6).long())]
+    full = lp.Full(model, "classification", prior_precision=1.0).fit(batches)
+    assert relative_error(full.precision_matrix(), wanted(model, batches, full.parameter_names)) < EXACT
+
+
 def test_a_wrong_rule_does_not_reach_the_curvature():
     """The invariant is that of the sums, so that it finds rules that are wrong, too."""
     from laplace_plus.network.rules import RULES  # noqa: PLC0415

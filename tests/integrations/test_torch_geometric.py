@@ -128,6 +128,9 @@ def test_graphs_of_any_size_are_examples():
     assert posterior.n_data == 3
     vector, total = posterior.network.vector(), torch.eye(posterior.n_parameters).double()
     whole = next(iter(loader))
+    for wrong in (lambda: posterior.predictive(graphs[0]), lambda: posterior.fit(loader)):
+        with pytest.raises(DataError, match=r"GraphLoader\(loader, network\), and predict at network.inputs\(graph\)"):
+            wrong()
 
     def outputs(v):
         named = {name.removeprefix("model."): own for name, own in posterior.network.substitute(v).items()}

@@ -93,6 +93,31 @@ def test_features_are_those_of_shuffled_weights_before_the_last_layer():
     torch.testing.assert_close(projected, again)
 
 
+class Masked(nn.Module):
+    """A classifier whose inputs allow some of four classes only."""
+
+    def __init__(self, mask):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.mask = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 4)).double(), mask
+
+    def forward(self, x):
+        logits = self.layers(x)
+        return logits.masked_fill((x[:, :1] < 0) & (torch.arange(logits.shape[1]) == 3), self.mask)
+
+
+def test_masked_logits_tell_nothing_however_large_they_are():
+    x = torch.randn(60, 2, dtype=torch.float64, generator=generator())
+    y = Masked(-1e4)(x).argmax(1)
+    found = [
+        lp.Full(Masked(mask), "classification").fit([(x, y)]).fit_prior_precision()
+        for mask in (-1e4, -1e9, torch.finfo(torch.float64).min)
+    ]
+    for posterior in found:
+        torch.testing.assert_close(posterior.tuning.losses, found[0].tuning.losses)
+        torch.testing.assert_close(posterior.predictive(x).mean, found[0].predictive(x).mean)
+
+
 def test_a_tied_head_has_features_of_its_own():
     class Tied(nn.Module):
         def __init__(self):
@@ -121,7 +146,8 @@ def test_rows_and_what_lies_around_them():
     assert not sequences.are_points and sequences.per_example == 5
     parts, place = sequences.around(sequences.chosen(4))
     assert torch.equal(parts[0], x.view(2, 5, 2)) and place.tolist() == sequences.chosen(4).tolist()
-    assert new_data.distinct(torch.tensor([[2.0], [1.0], [2.0], [3.0], [1.0]])).tolist() == [0, 1, 3]
+    kept, weights = new_data.distinct(torch.tensor([[2.0], [1.0], [2.0], [3.0], [1.0]]), torch.arange(5.0))
+    assert kept.tolist() == [0, 1, 3] and weights.tolist() == [2, 5, 3]
 
 
 def test_midpoints_join_near_neighbours():
