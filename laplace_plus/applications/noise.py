@@ -44,8 +44,8 @@ RIDGES = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
 
 FOLDS = 5
 
-STEPS, LONGEST = 50, 2.0
-"""Steps of a search at most, and how far one moves a log σ² at most."""
+STEPS = 100
+"""Of a search, at most."""
 
 
 @stored
@@ -296,48 +296,27 @@ def _loss(rows: _Rows, log_noise: Tensor) -> Tensor:
 
 
 def _fit(rows: _Rows, scaling: Sequence[Any], name: str, ridge: float) -> Tensor:
-    """The coefficients ``[C, 2 + D]`` of least loss, 0 where a candidate has none; by Fisher scoring.
-
-    The loss of a row has the slope ``½ q (1 − r²/(v + σ²))`` in log σ², with ``q = σ²/(v + σ²)``, and the expected
-    curvature ``½ q²``. Steps that would raise an output's loss are halved.
-    """
+    """The coefficients ``[C, 2 + D]`` of least loss, 0 where a candidate has none."""
     columns = _columns(rows.variances, rows.features, *scaling)
     used = torch.ones(columns.shape[2], dtype=torch.bool, device=columns.device)
     used[1], used[2:] = name in ("variance", "both"), name in ("features", "both")
-    columns, count = columns[..., used].transpose(0, 1), rows.shares.sum(0).clamp_min(1.0)  # [C, n, K]
-    penalty = torch.zeros_like(columns[0, 0])
-    if math.isfinite(ridge):
-        penalty[1 + int(used[1]) :] = ridge
+    columns, count = columns[..., used], rows.shares.sum(0).clamp_min(1.0)  # [n, C, K]
     size = (rows.shares * rows.residuals.square()).sum(0) / count
     least = size.clamp_min(torch.finfo(torch.float32).tiny) / 2
-    weight = torch.zeros_like(columns[:, 0])
+    weight = torch.zeros_like(columns[0])
     weight[:, 0] = torch.maximum(size - (rows.shares * rows.variances).sum(0) / count, least).log()
+    weight.requires_grad_()
+    search = torch.optim.LBFGS([weight], max_iter=STEPS, tolerance_change=1e-9, line_search_fn="strong_wolfe")
 
-    def loss_of(weight: Tensor) -> Tensor:
-        own = _loss(rows, (columns @ weight[..., None])[..., 0].T)
-        return own.sum(0) / count + (penalty * weight.square()).sum(-1) / 2
+    def loss() -> Tensor:
+        search.zero_grad()
+        each = _loss(rows, (columns * weight).sum(-1)).sum(0) / count
+        total = each.sum() + (ridge * weight[:, 1 + int(used[1]) :].square().sum() / 2 if math.isfinite(ridge) else 0.0)
+        total.backward()
+        return total
 
-    loss = loss_of(weight)
-    for _ in range(STEPS):
-        noise = (columns @ weight[..., None])[..., 0].exp()  # [C, n]
-        total = rows.variances.T + noise
-        share, part = rows.shares.T / (2 * count[:, None]), noise / total
-        slope = (columns.mT @ (share * part * (1 - rows.residuals.T.square() / total))[..., None])[..., 0]
-        slope = slope + penalty * weight
-        curvature = columns.mT @ ((share * part.square())[..., None] * columns) + torch.diag(penalty + 1e-9)
-        step = torch.linalg.solve(curvature, slope)
-        length = (LONGEST / (columns @ step[..., None]).abs().amax((1, 2)).clamp_min(LONGEST))[:, None]
-        for _ in range(STEPS):
-            tried = loss_of(weight - length * step)
-            worse = ~(tried <= loss)
-            if not worse.any():
-                break
-            length = torch.where(worse[:, None], length / 2, length)
-        length = torch.where(worse[:, None], 0.0, length)
-        weight, gain = weight - length * step, loss - torch.where(worse, loss, tried)
-        loss = loss - gain
-        if float(gain.max()) < 1e-9:  # noqa: PLR2004
-            break
+    with torch.enable_grad():
+        search.step(loss)
     found = torch.zeros(len(weight), len(used), dtype=columns.dtype, device=columns.device)
-    found[:, used] = weight
+    found[:, used] = weight.detach()
     return found

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
+import scipy
 import torch
 from torch import Tensor
 
@@ -34,8 +35,8 @@ from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
 SCALES = tuple(10 ** (k / 2) for k in range(-8, 5))
 """Mean variances ``s V`` of the outputs that are compared, as multiples of the noise's, or of one for logits."""
 
-STEP, LEAST, LARGEST = 0.2, -1.5, 3.0
-"""Steps in which the logarithm of a temperature goes downhill, and where it ends."""
+LEAST, LARGEST, CLOSE = -1.5, 3.0, 0.02
+"""Between which logarithms a temperature is searched, and how closely."""
 
 WORSE = 0.05
 """Nats by which the loss exceeds the least where no larger scale is tried."""
@@ -133,17 +134,19 @@ def _choice(own: Tunable, rows: _LeftOut, noisy: bool, options: dict[str, Any]) 
         n_evaluations += 1
         return rows.losses(own.likelihood, scale, heat, noisy, options)
 
+    def loss(place: float, scale: float) -> float:
+        return rows.mean(losses(scale, math.exp(place)))
+
     network, heat = losses(0.0, 1.0), 1.0
-    best = network
+    best, search = network, {"bounds": (LEAST, LARGEST), "method": "bounded", "options": {"xatol": CLOSE}}
     for scale in scales:
-        found = (1.0, network) if scale == 0 else (heat, losses(scale, heat))
         if moves:
-            found = _descent(partial(losses, scale), *found, rows.mean)
-        heat = found[0]
-        path.append((scale, *found))
-        if rows.mean(found[1]) < rows.mean(best):
-            best = found[1]
-        elif rows.mean(found[1]) > rows.mean(best) + WORSE:
+            heat = math.exp(scipy.optimize.minimize_scalar(loss, args=(scale,), **search).x)
+        found = losses(scale, heat)
+        path.append((scale, heat, found))
+        if rows.mean(found) < rows.mean(best):
+            best = found
+        elif rows.mean(found) > rows.mean(best) + WORSE:
             break  # losses have one minimum along the path
     scale, heat, chosen = next(point for point in path if not rows.surpasses(best, point[2]))
     if scale == 0 and not rows.surpasses(chosen, network):
@@ -156,7 +159,7 @@ def _choice(own: Tunable, rows: _LeftOut, noisy: bool, options: dict[str, Any]) 
         prior_precision=precision / heat**2 if noisy else precision,
         noise_std=own.noise_std * heat if noisy else None,
         value=-rows.mean(chosen),
-        converged=LEAST < math.log(heat) < LARGEST and scale < scales[-1],
+        converged=LEAST + 2 * CLOSE < math.log(heat) < LARGEST - 2 * CLOSE and scale < scales[-1],
         n_evaluations=n_evaluations,
         link="network" if alone else options["link"],
         covariance_scale=scale / heat**2 if noisy else scale,
@@ -167,26 +170,6 @@ def _choice(own: Tunable, rows: _LeftOut, noisy: bool, options: dict[str, Any]) 
         scales=tuple(point[0] for point in path),
         losses=torch.tensor([rows.mean(point[2]) for point in path], dtype=torch.float64),
     )
-
-
-def _descent(
-    losses: Callable[[float], Tensor], heat: float, here: Tensor, mean: Callable[[Tensor], float]
-) -> tuple[float, Tensor]:
-    """The temperature of least mean loss from another one on, and its losses: by steps, then by a parabola."""
-    known = {(at := math.log(heat)): here}
-
-    def value(place: float) -> float:
-        if place not in known:
-            known[place] = losses(math.exp(place))
-        return mean(known[place])
-
-    for step in (STEP, -STEP):
-        while LEAST < at < LARGEST and value(at + step) < value(at):
-            at += step
-    low, middle, high = value(at - STEP), value(at), value(at + STEP)
-    value(at + STEP * max(-1.0, min(1.0, (low - high) / (2 * max(low + high - 2 * middle, 1e-12)))))
-    best = min(known, key=value)
-    return math.exp(best), known[best]
 
 
 _WHY = {
