@@ -4,12 +4,13 @@ The evidence of a network that fits its data well, or whose curvature is cut int
 helps predictions. The default therefore scales the covariance, on training data alone:
 
 1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
-2. The covariance's scales from 1 (10 for a part of the weights) to 10⁻⁴, and the network itself, have losses in two
-   views of :mod:`laplace_plus.tuning.new_data`: between neighbouring data, under the labels that new data would have
-   there, and at the data, under their own labels, with outputs that are told by other data.
-3. The first, which sees labels that were learnt by heart, counts three times in their mean. The narrowest scale within
-   .005 nats of the least is taken: in doubt the network's. Where its own probabilities are among these, the link
-   ``"network"`` leaves them, and the posterior at scale 1 still says how unsure they are. A scale leaves the order of
+2. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁴, each of two views of
+   :mod:`laplace_plus.tuning.new_data` has one of least loss: one between neighbouring data, under the labels that new
+   data would have there, and one at the data, under their own labels, with outputs that are told by other data.
+3. The first, which sees labels that were learnt by heart, counts three times in the mean of their logarithms. The
+   second holds it back where neighbours tell less than the network knows, which counts as the last scale. Where little
+   is to be gained the next narrower scale is taken. Where both find the network's own probabilities best, the link
+   ``"network"`` leaves these, and the posterior at scale 1 still says how unsure they are. A scale leaves the order of
    inputs by their uncertainty.
 
 In regression residuals grow to what :func:`~laplace_plus.tuning.noise_from_residuals` finds for new data. The noise

@@ -211,24 +211,19 @@ def test_losses_of_both_views_are_those_of_predictions(kind):
     assert found.expected_gain == pytest.approx(float(total[-1] - total[place]), abs=1e-12)
 
 
-def test_two_views_choose_the_narrowest_scale_that_loses_all_but_least(monkeypatch):
-    net, x, y = linear_problem(40, classification=True)
-    posterior = lp.Full(net, "classification").fit([(x, y)])
-    views = new_data.Views(posterior, (1.0, 0.1, 0.01, 1e-3, 1e-4), {"link": None})
+def test_two_views_choose_a_common_scale():
+    scales = (1.0, 0.1, 0.01, 1e-3, 1e-4)
 
-    def chosen(at, between):
-        found = [None if losses is None else torch.tensor(losses, dtype=torch.float64) for losses in (at, between)]
-        monkeypatch.setattr(new_data.Views, "at_data", lambda *_: found[0])
-        monkeypatch.setattr(new_data.Views, "between", lambda *_: (found[1], 0.0))
-        place, known, _, fields = views.choose(object())
-        return place, known, fields["expected_gain"]
+    def losses(place):
+        return torch.ones(6).double().index_fill(0, torch.tensor([place]), 0.0)
 
-    at, between = [0.9, 0.8, 0.5, 0.5, 0.6, 0.7], [0.3, 0.2, 0.4, 0.5, 0.7, 0.9]
-    assert chosen(at, between) == (1, True, pytest.approx((0.7 + 2.7) / 4 - (0.8 + 0.6) / 4))  # between counts thrice
-    assert chosen(at, None)[:2] == (3, True) and chosen([math.nan] * 6, between)[:2] == (1, True)
-    assert chosen([0.5, 0.4, 0.404, 0.41, 0.5, 0.5], None)[0] == 2  # within .005 of the least
-    assert chosen([0.5, 0.4, 0.5, 0.5, 0.5, 0.404], None)[0] == 5  # the network
-    assert chosen(None, None)[:2] == (5, False)
+    def common(at, between):
+        return new_data.common_scale([(1.0, losses(at)), (new_data.BETWEEN, losses(between))], scales)
+
+    assert common(2, 2) == 2 and common(5, 5) == 5
+    assert common(4, 0) == 1  # 10⁻⁴ counts once, 1 three times
+    assert common(5, 1) == common(4, 1) == 2  # the network counts as the last scale
+    assert new_data.common_scale([(1.0, losses(5))], scales) == 5 and new_data.common_scale([], scales) == 5
 
 
 @pytest.mark.slow

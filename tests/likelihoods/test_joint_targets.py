@@ -53,7 +53,6 @@ def detection_hessian(f):
 @pytest.mark.parametrize("as_mapping", [False, True])
 @pytest.mark.parametrize("parameters", ["all", "last_layer"])
 @pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal, lp.KFAC])
-@pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 def test_a_class_and_a_box(cls, parameters, as_mapping):
     net, x, (labels, box) = detection()
     likelihood = lp.LogDensity(class_and_box)
