@@ -38,7 +38,7 @@ from laplace_plus.linalg import draw_probes, lanczos
 from laplace_plus.network import batches
 from laplace_plus.network.batches import Batch
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.linearization import Linearization
+from laplace_plus.network.linearization import Linearization, WrittenJacobian
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
@@ -175,7 +175,7 @@ class LossLandscape(Landscape):
             result.append(subset)
         return result
 
-    def _kept_tangents(self) -> list[_Tangent] | None:
+    def _kept_tangents(self) -> list[WrittenJacobian] | None:
         """The kept batches' Jacobians where the tangent takes the network's place and all of them are small.
 
         Measured: derivatives of a small network's tangent are 2 to 10 times as fast with them.
@@ -183,8 +183,7 @@ class LossLandscape(Landscape):
         if not self.linearized or self._kept is None or self._stream.n_outputs * self.vector.nbytes > _KEPT_BYTES:
             return None
         with exact_arithmetic(self.network), torch.no_grad():
-            lines = [Linearization(self.network, self.vector, batch.inputs) for batch in self._kept]
-            return [_Tangent(line, len(self.vector), self._stream.chunk_size) for line in lines]
+            return [WrittenJacobian(self.network, batch.inputs) for batch in self._kept]
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 
@@ -248,10 +247,10 @@ class LossLandscape(Landscape):
                 products[some] += part.products
         return Derivatives(firsts, products)
 
-    def _chunks(self, points: Tensor) -> Iterator[tuple[Batch, Linearization | _Tangent | None, slice]]:
+    def _chunks(self, points: Tensor) -> Iterator[tuple[Batch, Linearization | WrittenJacobian | None, slice]]:
         """Each batch with its tangent, if that takes the network's place, and ``chunk_size`` points at a time."""
         for number, batch in enumerate(self._batches()):
-            line: Linearization | _Tangent | None = self._tangents[number] if self._tangents else None
+            line: Linearization | WrittenJacobian | None = self._tangents[number] if self._tangents else None
             if self.linearized and line is None:
                 line = Linearization(self.network, self.vector, batch.inputs)
             for some in self._stream.chunks(len(points)):
@@ -285,26 +284,6 @@ class LossLandscape(Landscape):
         except UnsupportedError:
             found = lanczos(hessian_products, start, _LANCZOS_STEPS)
         return float(torch.linalg.eigvalsh(found.tridiagonal().double())[-1])
-
-
-class _Tangent:
-    """A linearisation with its Jacobian written out, ``[B·M·C, P]``."""
-
-    def __init__(self, line: Linearization, n_parameters: int, chunk_size: int):
-        self.outputs, rows = line.outputs, line.outputs.numel()
-        self._jacobian = self.outputs.new_empty(rows, n_parameters)
-        for some in torch.arange(rows).split(chunk_size):
-            units = self.outputs.new_zeros(len(some), rows)
-            units[torch.arange(len(some)), some] = 1.0
-            self._jacobian[some] = line.pull(units.view(-1, *self.outputs.shape))
-
-    def push(self, vectors: Tensor) -> Tensor:
-        """``J v``, ``[m, P] -> [m, B, *, C]``."""
-        return (vectors @ self._jacobian.mT).view(-1, *self.outputs.shape)
-
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """``Jᵀ u``, ``[m, B, *, C] -> [m, P]``."""
-        return cotangents.flatten(1) @ self._jacobian
 
 
 class MovedNetwork(Network):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import NETWORK_ERRORS
+from laplace_plus.network.capture import Capture
 from laplace_plus.network.differentiability import differentiable_kernels
-from laplace_plus.network.gradients import evaluate
+from laplace_plus.network.gradients import Gradients, evaluate
 from laplace_plus.network.network import Network
 
 _SMALL = 100_000
@@ -149,6 +150,36 @@ class Linearization:
         rounding = max(1e-3, torch.finfo(vectors.dtype).eps ** 0.5)
         scale = terms.abs().sum(1) + (vectors * pulled).norm(dim=1)
         return bool(((terms.sum(1) - vectors @ pulled).abs() <= rounding * scale).all())
+
+
+class WrittenJacobian:
+    """The linearisation at the network's own weights by its :func:`batch_jacobian`, for many products."""
+
+    def __init__(self, network: Network, inputs: Any):
+        self.outputs, self._jacobian = batch_jacobian(network, inputs)
+
+    def push(self, vectors: Tensor) -> Tensor:
+        """``J v``, ``[m, P] -> [m, B, *, C]``."""
+        return (vectors @ self._jacobian.mT).view(-1, *self.outputs.shape)
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        """``Jᵀ u``, ``[m, B, *, C] -> [m, P]``."""
+        return cotangents.flatten(1) @ self._jacobian
+
+
+def batch_jacobian(network: Network, inputs: Any) -> tuple[Tensor, Tensor]:
+    """The network's outputs ``[B, *, C]`` and its Jacobian ``[B·M·C, P]``, one row for each output."""
+    capture = Capture(network, inputs)
+    gradients = Gradients(network, capture)
+    outputs = capture.outputs.to(network.dtype)  # may count positions as examples
+    n, size = len(outputs), outputs[0].numel()
+    jacobian = torch.empty(n, size, network.n_parameters, dtype=outputs.dtype, device=outputs.device)
+    one_hot = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
+    for some in gradients.cotangent_chunks(size):
+        cotangents = one_hot[some].expand(-1, n, *outputs.shape[1:])
+        batched = gradients.whole(cotangents)[1].dense(slice(0, n))  # [V, B, 1, 1, P]
+        jacobian[:, some] = batched.flatten(2).transpose(0, 1).to(jacobian)
+    return outputs.view(capture.output_shape).detach(), jacobian.flatten(0, 1)
 
 
 def jvp(network: Network, inputs: Any, vector: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network.capture import Capture
-from laplace_plus.network.gradients import Gradients
+from laplace_plus.network.linearization import WrittenJacobian
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
@@ -47,21 +46,6 @@ class Evaluation(NamedTuple):
     def is_finite(self) -> bool:
         """Whether value and gradient are finite."""
         return math.isfinite(self.value) and bool(torch.isfinite(self.gradient).all())
-
-
-def batch_jacobian(network: Network, inputs: Any) -> tuple[Tensor, Tensor]:
-    """The network's outputs ``[B, *, C]`` and its Jacobian ``[B·M·C, P]``, one row for each output."""
-    capture = Capture(network, inputs)
-    gradients = Gradients(network, capture)
-    outputs = capture.outputs.to(network.dtype)  # may count positions as examples
-    n, size = len(outputs), outputs[0].numel()
-    jacobian = torch.empty(n, size, network.n_parameters, dtype=outputs.dtype, device=outputs.device)
-    one_hot = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
-    for some in gradients.cotangent_chunks(size):
-        cotangents = one_hot[some].expand(-1, n, *outputs.shape[1:])
-        batched = gradients.whole(cotangents)[1].dense(slice(0, n))  # [V, B, 1, 1, P]
-        jacobian[:, some] = batched.flatten(2).transpose(0, 1).to(jacobian)
-    return outputs.view(capture.output_shape).detach(), jacobian.flatten(0, 1)
 
 
 class TangentModel:
@@ -112,7 +96,7 @@ class TangentModel:
             self._kept = None
             if n_bytes <= _KEPT_BYTES:
                 batches = self._stream.batches("tangent model", ordered=False)
-                self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
+                self._kept = [(batch, WrittenJacobian(self.network, batch.inputs)) for batch in batches]
 
     def with_likelihood(self, likelihood: Likelihood) -> TangentModel:
         """The same model under another likelihood, e.g. with another noise; all else is shared."""
@@ -125,21 +109,12 @@ class TangentModel:
         gradient = torch.zeros(len(self.vector), dtype=torch.float64, device=self.vector.device)
         statistics, pushed = torch.zeros(()), deviation.to(self.vector)
         with exact_arithmetic(self.network), torch.no_grad():
-            for target, outputs, line in self._lines():
-                kept = isinstance(line, Tensor)
-                outputs = outputs + ((line @ pushed).view(outputs.shape) if kept else line.push(pushed[None])[0])
-                statistics = statistics + self.likelihood.statistics(outputs, target).cpu()
-                residual = self._residual(outputs, target).to(pushed)
-                gradient += line.T @ residual.flatten() if kept else line.pull.one(residual)
+            for batch, line in self._kept or self._stream.linearizations("tangent model", ordered=False):
+                outputs = line.outputs + line.push(pushed[None])[0]
+                statistics = statistics + self.likelihood.statistics(outputs, batch.target).cpu()
+                gradient += line.pull(self._residual(outputs, batch.target).to(pushed)[None])[0]
         loss = -self.likelihood.log_likelihood(statistics) / self.temperature
         return Evaluation(float(loss), gradient / self.temperature.to(gradient.device), statistics)
-
-    def _lines(self) -> Iterable[tuple[Any, Tensor, Any]]:
-        """Of each batch the target, the outputs at θ̃ and the linearisation; where it is kept, the Jacobian."""
-        if self._kept is not None:
-            return self._kept
-        lines = self._stream.linearizations("tangent model", ordered=False)
-        return ((batch.target, line.outputs, line) for batch, line in lines)
 
     def _residual(self, outputs: Tensor, target: Any) -> Tensor:
         """``−∂ log p(y | h) / ∂h`` at the current noise, in the outputs' shape."""

@@ -8,10 +8,10 @@ from problems import normal
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.network.linearization import batch_jacobian
 from laplace_plus.network.selection import trained
 from laplace_plus.tuning import tangent_kernel
 from laplace_plus.tuning.tangent_kernel import OutputGradients, output_gradients
-from laplace_plus.tuning.tangent_model import batch_jacobian
 
 
 class Words(nn.Module):

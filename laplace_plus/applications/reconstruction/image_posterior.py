@@ -18,10 +18,10 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.likelihoods.sampling import standard_normal
 from laplace_plus.linalg import Operator
 from laplace_plus.network.batches import call, output_tensor
+from laplace_plus.network.linearization import batch_jacobian
 from laplace_plus.network.network import Network, full_precision
 from laplace_plus.network.selection import Selection
 from laplace_plus.priors import as_hyperparameter
-from laplace_plus.tuning.tangent_model import batch_jacobian
 
 _VARIANCES, _NOISE = (1e-10, 1e6), (1e-3, 1e2)
 """Where hyperparameters are sought: squared weights, and multiples of the measurements' root mean square."""

@@ -25,9 +25,9 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical
 from laplace_plus.likelihoods.sampling import draw_by
 from laplace_plus.network.batches import batch_size, can_be_cut, cut
+from laplace_plus.network.linearization import batch_jacobian
 from laplace_plus.network.network import exact_arithmetic
 from laplace_plus.posteriors import GaussianPosterior, Posterior
-from laplace_plus.tuning.tangent_model import batch_jacobian
 
 Method = Literal["variance", "determinant", "targets", "max_distance", "lcmd", "kmeans++"]
 
