@@ -12,9 +12,9 @@ The recipe by leave-one-out, for a network trained with weight decay, in the not
 ``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots retraining.
 Networks that interpolate their training data are refused: gradients vanish there, and leaving out is blind.
 
-Held-out data make the Gaussian over outputs ``N(A f + b, s A V Aᵀ)``, with the least mean loss of their targets (Guo et
-al., 2017). ``A`` is ``I/T`` with ``b = 0`` (``"temperature"``), diagonal (``"vector"``) or any matrix (``"matrix"``), s
-1, .1, .01 or 0: the network alone. The loss is no larger than the posterior's, and a temperature's of the network.
+Held-out data make the Gaussian over outputs ``N(f/T, s V/T²)``, with the least mean loss of their targets (Guo et al.,
+2017), s 1, .1, .01 or 0: the network alone. The loss is no larger than the posterior's, and a temperature's of the
+network.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import scipy
@@ -57,7 +58,7 @@ class CalibrationReport:
 
     Attributes:
         rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), the fallback
-            ``"marginal_likelihood"``, or the method that scaled outputs on held-out data.
+            ``"marginal_likelihood"``; ``"temperature"`` on held-out data, too.
         fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
         training_nll: Mean loss of the network on its training data, in nats.
         leave_one_out_nll: Mean leave-one-out loss of the network itself; NaN where nothing was left out.
@@ -68,7 +69,7 @@ class CalibrationReport:
         held_out_nll: Mean loss of the posterior on held-out data, before they scaled it.
     """
 
-    rule: Literal["temperature", "covariance", "marginal_likelihood", "vector", "matrix"]
+    rule: Literal["temperature", "covariance", "marginal_likelihood"]
     fitted_temperature: float = math.nan
     training_nll: float = math.nan
     leave_one_out_nll: float = math.nan
@@ -90,8 +91,6 @@ class CalibratedPosterior:
         covariance_scale: Multiplies their covariance.
         link: The default of :meth:`predictive`.
         report: How these were found.
-        weight: After the temperature: multiplies the outputs, ``[C]`` or ``[C, C]``; None for one.
-        bias: Is added to them, ``[C]``.
 
     All arguments are attributes.
     """
@@ -102,8 +101,6 @@ class CalibratedPosterior:
     covariance_scale: float
     link: str
     report: CalibrationReport
-    weight: Tensor | None = None
-    bias: Tensor | None = None
 
     def __repr__(self) -> str:
         scales = f"temperature={self.temperature:.4g}, covariance_scale={self.covariance_scale:.4g}"
@@ -120,14 +117,10 @@ class CalibratedPosterior:
     def functional_posterior(
         self, x: Any, *, joint: bool = False, outputs: Outputs = None, generator: torch.Generator | None = None
     ) -> FunctionalPosterior:
-        """``N(f/T, s V/T²)`` and what weight and bias make of it; as of :meth:`Posterior.functional_posterior`.
-
-        With a weight ``[C, C]``, ``outputs`` must be None.
-        """
+        """``N(f/T, s V/T²)``; as of :meth:`Posterior.functional_posterior`."""
         mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs, generator=generator)
         scale = self.covariance_scale / self.temperature**2
-        found = FunctionalPosterior(mean / self.temperature, covariance * scale)
-        return found if self.weight is None or self.bias is None else _scaled(*found, self.weight, self.bias)
+        return FunctionalPosterior(mean / self.temperature, covariance * scale)
 
     def predictive(
         self,
@@ -147,11 +140,9 @@ class CalibratedPosterior:
         checks.choice("link", link, likelihood.links)
         if self.covariance_scale == 0:
             link, mean = "probit", _outputs(self.posterior, x) / self.temperature
-            if self.weight is not None and self.bias is not None:
-                mean = _scaled(mean, torch.zeros_like(mean), self.weight, self.bias).mean
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
         else:
-            needed = None if joint or self.weight is not None else outputs_for(link, self.posterior.n_outputs)
+            needed = None if joint else outputs_for(link, self.posterior.n_outputs)
             mean, covariance = self.functional_posterior(x, joint=joint, outputs=needed, generator=generator)
         options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
@@ -164,7 +155,7 @@ class CalibratedPosterior:
 def calibrate(
     posterior: Posterior | nn.Module,
     data: Iterable[Any] | None = None,
-    method: Literal["leave_one_out", "temperature", "vector", "matrix"] | None = None,
+    method: Literal["leave_one_out", "temperature"] | None = None,
     *,
     likelihood: Any = None,
     training_prior_precision: float | Tensor | None = None,
@@ -184,11 +175,10 @@ def calibrate(
 
     Args:
         posterior: A fitted Gaussian posterior of a classifier, which is not changed. Its prior precision is not used.
-        data: The training data, by default those of the fit; for other methods held-out data.
-        method: ``"leave_one_out"``, the default of posteriors; or to scale outputs by held-out data, with one number
-            (``"temperature"``, the default of networks), with two for each output (``"vector"``), or with a matrix
-            (``"matrix"``, for up to 64 outputs). Any classifier then does, and of the arguments below only ``link``,
-            ``n_samples``, ``generator`` and ``progress`` are taken.
+        data: The training data, by default those of the fit; for a temperature held-out data.
+        method: ``"leave_one_out"``, the default of posteriors; or ``"temperature"`` by held-out data, the default of
+            networks. Any classifier then does, and of the arguments below only ``link``, ``n_samples``, ``generator``
+            and ``progress`` are taken.
         likelihood: That of a bare network in place of a posterior: ``"classification"`` or ``"binary"``.
         training_prior_precision: ``α₀`` for the loss summed over the data: 0-d, ``[G]`` or ``[P]``.
         weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (not AdamW) with the *mean* loss. Then
@@ -235,7 +225,7 @@ def calibrate(
     alone = isinstance(posterior, nn.Module)
     posterior = predictor(posterior, likelihood)
     method = method or ("temperature" if alone else "leave_one_out")
-    checks.choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
+    checks.choice("method", method, ("leave_one_out", "temperature"))
     kind: Any = GaussianPosterior if method == "leave_one_out" else Ensemble if alone else Posterior
     if not isinstance(posterior, kind):
         expected, got = f"a fitted {kind.__name__}, such as lp.KFAC", type(posterior).__name__
@@ -250,8 +240,8 @@ def calibrate(
     if method != "leave_one_out":
         if data is None or any(one is not None for one in (training_prior_precision, weight_decay)):
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
-            raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
-        return _scaled_by(posterior, data, method, progress=progress, **sampling)
+            raise ConfigurationError("A temperature is fitted to held-out data.", expected=expected, got=got)
+        return _by_temperature(posterior, data, progress=progress, **sampling)
     known = check_training_prior(training_prior_precision, weight_decay)
     checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
     link = posterior.likelihood.links[0] if link is None else link
@@ -282,8 +272,14 @@ def calibrate(
         training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, posterior.temperature)
     own.prior_precision = training_prior_precision
     left = leave_one_out(own, again, kappa=kappa, leverages=leverages, progress=progress)
-    observations = left.likelihood.rows(left.mean.double(), left.targets)
-    fitted, loss, inside = _best_temperature(left.likelihood, observations)
+    flat, targets, weight = left.likelihood.rows(left.mean.double(), left.targets)
+
+    def heated_loss(temperature: float) -> float:
+        densities = left.likelihood.log_density(flat / temperature, targets)
+        return -float((densities * weight).sum() / weight.sum())
+
+    fitted, loss = _best_temperature(heated_loss)
+    inside = _is_inside(fitted)
     found = {
         "fitted_temperature": fitted,
         "leave_one_out_nll": float(left.nll(link="probit", scale=0.0)),
@@ -321,51 +317,35 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[f
     return best, loss(best)
 
 
-def _best_temperature(likelihood: Likelihood, observations: Sequence[Tensor]) -> tuple[float, float, bool]:
-    """The temperature of least mean loss of flattened outputs, targets and weights, that loss, and whether it ended."""
-    flat, targets, weight = observations
-
-    def loss(logarithm: float) -> float:
-        densities = likelihood.log_density(flat / math.exp(logarithm), targets)
-        return -float((densities * weight).sum() / weight.sum())
-
+def _best_temperature(loss: Callable[[float], float]) -> tuple[float, float]:
+    """The temperature of least loss between the largest one and its inverse, and that loss."""
     end = math.log(LARGEST)
-    best, least = _minimum(loss, -end, end)
-    inside = abs(best) < end - 1e-4
-    if not inside:
-        message = f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched."
+    best, least = _minimum(lambda logarithm: loss(math.exp(logarithm)), -end, end)
+    return math.exp(best), least
+
+
+def _is_inside(temperature: float) -> bool:
+    """Whether a temperature lies inside the range that is searched; warns if not."""
+    if not (inside := abs(math.log(temperature)) < math.log(LARGEST) - 1e-4):
+        message = f"The temperature ended at {temperature:.3g}, the end of the range that is searched."
         warn(message, ConvergenceWarning)
-    return math.exp(best), least, inside
+    return inside
 
 
-def _scaled(mean: Tensor, covariance: Tensor, weight: Tensor, bias: Tensor) -> FunctionalPosterior:
-    """``N(A f + b, A V Aᵀ)`` for a diagonal ``[C]`` or a whole A ``[C, C]``; V as a functional posterior has it."""
-    matrix = (weight.diag() if weight.dim() == 1 else weight).to(mean)
-    moved = mean @ matrix.mT + bias.to(mean)
-    if covariance.shape == mean.shape:
-        return FunctionalPosterior(moved, covariance * matrix.diagonal().square())
-    if covariance.dim() == mean.dim() + 1:
-        return FunctionalPosterior(moved, matrix @ covariance @ matrix.mT)
-    n = mean[..., 0].numel()
-    across = torch.einsum("ac,ncmd,bd->namb", matrix, covariance.reshape(n, len(matrix), n, len(matrix)), matrix)
-    return FunctionalPosterior(moved, across.reshape(covariance.shape))
-
-
-def _scaled_by(
+def _by_temperature(
     posterior: Any,
     data: Iterable[Any],
-    method: Literal["temperature", "vector", "matrix"],
     *,
     link: str | None,
     n_samples: int,
     generator: torch.Generator | None,
     progress: bool,
 ) -> CalibratedPosterior:
-    """The posterior, or the network alone, with scaled outputs; all else as of :func:`calibrate`."""
+    """The posterior, or the network alone, at a temperature by held-out data; all else as of :func:`calibrate`."""
     likelihood, alone, parts = posterior.likelihood, isinstance(posterior, Ensemble), list[tuple[Tensor, ...]]()
     link = link or getattr(posterior, "link", None) or likelihood.links[0]
     checks.choice("link", link, likelihood.links)
-    for batch in iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}"):
+    for batch in iterate(data, device=posterior.network.device, progress=progress, description="calibrate"):
         raw = _outputs(posterior, batch.inputs)
         mean, covariance = raw, torch.zeros_like(raw)
         if not alone:
@@ -375,62 +355,27 @@ def _scaled_by(
         covariance = covariance.double().reshape(*flat.shape, *covariance.shape[mean.dim() :])
         parts.append((flat, covariance, raw.double().reshape(flat.shape), targets, weight))
     mean, covariance, raw, targets, weight = (torch.cat(column) for column in zip(*parts, strict=True))
-    size = mean.shape[1]
     checks.positive("The number of targets that count", float(weight.sum()))
-    checks.number("The number of outputs of a matrix", size if method == "matrix" else 1, most=64)
     seed = draw_seed(generator) if link == "mc" else 0
 
-    def loss(scale: float, matrix: Tensor, bias: Tensor) -> Tensor:  # with common random numbers
+    def loss(scale: float, heat: float) -> float:  # with common random numbers
         common = torch.Generator(device=mean.device).manual_seed(seed)
         options: dict[str, Any] = {"link": link if scale else "probit", "n_samples": n_samples, "generator": common}
-        moved = _scaled(mean if scale else raw, scale * covariance, matrix, bias)
-        return -(from_functional(likelihood, *moved, **options).log_prob(targets) * weight).sum() / weight.sum()
+        own = (mean if scale else raw) / heat, scale * covariance / heat**2
+        return -float((from_functional(likelihood, *own, **options).log_prob(targets) * weight).sum() / weight.sum())
 
-    def fitted(method: Any, scale: float) -> tuple[Any, ...]:
-        first = {"temperature": mean.new_zeros(1), "vector": mean.new_ones(size), "matrix": torch.eye(size).to(mean)}
-        free, bias = [first[method]], mean.new_zeros(size)
-        free += [bias] if method != "temperature" else []
-
-        def factors() -> tuple[Tensor, Tensor]:
-            if method == "temperature":
-                return (-free[0]).exp().expand(size), bias
-            # What a matrix adds to all logits says nothing, but the link "probit" would change variances by it.
-            shared = free[0].mean(0) if method == "matrix" and likelihood.couples_outputs else 0.0
-            return free[0] - shared, bias
-
-        def evaluate() -> float:
-            value = loss(scale, *factors())
-            for own, slope in zip(free, torch.autograd.grad(value, free), strict=True):
-                own.grad = slope
-            return float(value.detach())
-
-        with torch.enable_grad():
-            for own in free:
-                own.requires_grad_()
-            limits: dict[str, Any] = {"max_iter": 200, "tolerance_grad": 1e-7, "tolerance_change": 1e-12}
-            torch.optim.LBFGS(free, line_search_fn="strong_wolfe", **limits).step(evaluate)
-            after = evaluate()
-        slope = max(float(own.grad.abs().max()) for own in free if own.grad is not None)
-        return after, method, scale, *(own.detach() for own in factors()), slope
-
-    own: Any = (float(not alone), mean.new_ones(size), mean.new_zeros(size))
-    before = float(loss(*own))
-    found = [(before, "temperature", *own, 0.0)]
-    found += [fitted("temperature", scale) for scale in ((0.0,) if alone else (1.0, 0.1, 0.01, 0.0))]
-    best = min(found, key=lambda one: round(one[0], 9))
-    if method != "temperature":
-        found = [*(fitted(method, scale) for scale in {best[2], 0.0}), best]
-        best = min(found, key=lambda one: round(one[0], 9))
-    after, rule, scale, matrix, bias, slope = best
-    largest = float(matrix.abs().max())
-    converged = slope < 1e-4 and 1 / LARGEST < largest < LARGEST  # noqa: PLR2004
-    if not converged:
-        message = f"Scaling by {rule} ended at a factor of {largest:.3g}, with a derivative of {slope:.2g} nats."
-        warn(message, ConvergenceWarning)
-    temperature = 1 / largest if rule == "temperature" else 1.0
+    first = float(not alone)
+    before = loss(first, 1.0)
+    found = [(before, first, 1.0)]
+    for scale in (0.0,) if alone else (1.0, 0.1, 0.01, 0.0):
+        heat, after = _best_temperature(partial(loss, scale))
+        found.append((after, scale, heat))
+    after, scale, heat = min(found, key=lambda one: round(one[0], 9))
     report = CalibrationReport(
-        rule=rule, fitted_temperature=temperature, calibrated_nll=after, held_out_nll=before, converged=converged
+        rule="temperature",
+        fitted_temperature=heat,
+        calibrated_nll=after,
+        held_out_nll=before,
+        converged=_is_inside(heat),
     )
-    known: dict[str, Any] = {"temperature": temperature, "covariance_scale": scale, "link": link, "report": report}
-    known |= {} if rule == "temperature" else {"weight": matrix, "bias": bias}
-    return CalibratedPosterior(copy.copy(posterior), **known)
+    return CalibratedPosterior(copy.copy(posterior), temperature=heat, covariance_scale=scale, link=link, report=report)
