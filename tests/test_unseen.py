@@ -360,3 +360,20 @@ def test_honest_residuals_are_told_from_fitted_ones():
         posterior.fit_prior_precision()
     assert isinstance(posterior.tuning, UnseenTuning) and 0.08 < posterior.noise_std < 0.12
     assert isinstance(posterior.fit_prior_precision(seen=True).tuning, AutoTuning)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_samples_are_drawn_anew_for_each_fold(likelihood):
+    net, data = problem(likelihood, overconfident=4.0)
+    x, y = (torch.cat(column) for column in zip(*data, strict=True))
+    posterior = lp.SampledLaplace(net, likelihood, n_samples=3, prior_precision=30.0, parameters="last_layer")
+    before = posterior.fit([(x, y)]).functional_posterior(x).covariance
+    posterior.covariance_scale = 0.25
+    assert torch.allclose(posterior.functional_posterior(x).covariance, before / 4)
+    assert torch.allclose((posterior.samples - posterior.mean) * 2, posterior.state.samples)
+    posterior.fit_prior_precision("unseen", folds=2)
+    assert posterior.predictive(x).mean.isfinite().all() and posterior.tuning.method == "unseen"
+    if likelihood == "classification":
+        assert posterior.output_temperature > 1.5
+    else:
+        assert 0.8 < float(posterior.noise_std.mean() / (y - net(x)).detach().square().mean().sqrt()) < 1.2

@@ -104,11 +104,11 @@ class Unseen:
             DataError: The rows of the fit are not at hand, or others were given; fewer rows than two for each fold.
             UnsupportedError: Rows that depend on each other.
         """
-        own, model = copy.copy(posterior), posterior.laplace_model()
-        likelihood = model.likelihood
+        own, likelihood = copy.copy(posterior), posterior.likelihood
         likelihood.require_own_rows("Rows that depend on each other cannot be left out.")
         noisy = tunes_noise(likelihood, self.tune_noise) and likelihood.is_gaussian
         if noisy:
+            model = posterior.laplace_model()
             noise = model.residual_noise().exp().to(model.vector)
             own.noise_std = noise if own.noise_std.ndim else noise.mean()
         data = posterior.training_data.again(self.data, WHY)
@@ -278,9 +278,11 @@ def folds_of(
 
 def _without_each(own: Tunable, folds: list[Pairs], source: torch.Generator) -> Iterator[Any]:
     """The state of a fit without each fold, whose sums are those of the others."""
-    if own.earlier is not None or getattr(own.structure, "eigenvalue_corrected", False):
-        for fold in folds:  # what is measured in a basis of the sum does not add up
-            yield copy.copy(own).fit_batches([batch for other in folds if other is not fold for batch in other])
+    adds_up = hasattr(own, "sums") and own.earlier is None
+    if not adds_up or getattr(own.structure, "eigenvalue_corrected", False):
+        for fold in folds:  # samples, and what is measured in a basis of the sum, do not add up
+            others = [batch for other in folds if other is not fold for batch in other]
+            yield copy.copy(own).fit_batches(others, generator=source)
         return
     parts = [own.sums(fold, None, progress=False, generator=None)[0] for fold in folds]
     for part in parts:

@@ -31,7 +31,7 @@ from laplace_plus.posteriors.sampled.systems import SOLVERS, Draws, PriorUnits, 
 from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.state import State, require_restartable, require_same_data
 from laplace_plus.posteriors.storing import resolve_option
-from laplace_plus.tuning import Tuner, TuningResult
+from laplace_plus.tuning import Tuner, TuningResult, Unseen
 from laplace_plus.tuning.laplace import LaplaceModel
 from laplace_plus.tuning.marginal_likelihood import MarginalLikelihood
 
@@ -100,7 +100,8 @@ class SampledLaplace(SampleBased, Posterior):
     """
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "tangent"), SampledEvidence) | {
-        "marginal_likelihood": MarginalLikelihood
+        "marginal_likelihood": MarginalLikelihood,
+        "unseen": Unseen,
     }
 
     def __init__(
@@ -205,7 +206,7 @@ class SampledLaplace(SampleBased, Posterior):
 
     @override
     def _deviations(self) -> Tensor:
-        return self.solved_state().samples
+        return self.solved_state().samples * self.covariance_scale**0.5
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:
