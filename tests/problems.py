@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
@@ -300,7 +301,11 @@ def fit_of(suite: type[PosteriorConformance]) -> tuple[lp.Posterior, nn.Module, 
 
 
 class FittedOnce(PosteriorConformance):
-    """For what is long to fit: the tests that need only a fitted posterior take a copy of one."""
+    """For what is long to fit: the tests that need only a fitted posterior take a copy of one; moved rows are slow."""
+
+    @pytest.mark.slow
+    def test_rows_may_move_by_their_data(self) -> None:
+        super().test_rows_may_move_by_their_data()
 
     def fitted(self) -> tuple[lp.Posterior, nn.Module, Data]:
         return copy.deepcopy(fit_of(type(self)))

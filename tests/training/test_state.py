@@ -61,16 +61,9 @@ CASES = {
 }
 
 
-QUICK = {
-    "Adam, dropout and batch normalisation",
-    "regression",
-    "a precision for each entry",
-    "two schedules",
-}
-
-
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # by torch 2.6's own SequentialLR
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
+@pytest.mark.quick("Adam, dropout and batch normalisation", "regression", "two schedules")
+@pytest.mark.parametrize("case", CASES)
 def test_continued_equals_uninterrupted(case):
     whole, begun = run(**CASES[case]), run(epochs=4, **CASES[case])
     torch.manual_seed(999)
