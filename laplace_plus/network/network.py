@@ -165,7 +165,12 @@ class Network:
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
         # Further names of tied parameters that are not selected as a whole: each use is told apart.
         first = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self._apart = [n for n, p in uses(self.model).items() if first[id(p)] not in (n, *self.parameter_names)]
+        every = uses(self.model)
+        if not first.keys() >= set(map(id, every.values())):
+            what = "The network makes its parameters anew when it is asked for them, as peft's LoRA of attention does."
+            fix = "Put adapters on linear layers only, or merge them: model.merge_and_unload()."
+            raise UnsupportedError(what, expected="the same parameters each time", got="others", fix=fix)
+        self._apart = [n for n, p in every.items() if first[id(p)] not in (n, *self.parameter_names)]
         self.offsets: dict[str, int] = {}
         self.n_parameters = 0
         for item in self.selected:
@@ -341,14 +346,14 @@ class Network:
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
-        # Transformer modules leave their fused inference kernels, which have no derivatives, while any mode is active.
+        # While any mode is active, transformer modules leave their fused inference kernels, which have no derivatives,
+        # overlook adapters of their layers, and give zeros for padding.
         return self.arrange(batches.output_tensor(self.raw(inputs, parameters, BaseTorchFunctionMode())))
 
     def forward(self, inputs: Any) -> Tensor:
         """Outputs ``[B, *, C]`` without derivatives."""
         with torch.enable_grad():  # for networks that differentiate themselves; no parameter requires gradients
-            outputs = batches.output_tensor(self.raw(inputs))
-        return self.arrange(outputs.detach())
+            return self(inputs).detach()
 
     def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
         """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.

@@ -234,8 +234,7 @@ class OuterGradients(ExampleGradients):
         self.n_cotangents, self.n_examples = self.raw_left.shape[:2]
         self.dtype = self.compute_dtype or torch.promote_types(self.raw_left.dtype, torch.float32)
         self.device = self.raw_left.device
-        is_expanded = self.expand_left is torch.positive
-        groups, rows = (self.raw_left if is_expanded else self.expand_left(self.raw_left[:1, :1])).shape[3:]
+        groups, rows = self.expand_left(self.raw_left[:1, :1]).shape[3:]
         if self.right_sizes is None:
             _, positions, right_groups, width = self.expand_right(self.raw_right[:1]).shape
             self.right_sizes = positions, right_groups, width

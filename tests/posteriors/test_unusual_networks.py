@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import laplace_plus as lp
+from laplace_plus.errors import UnsupportedError
 
 D = torch.float64
 pytestmark = [
@@ -224,3 +225,35 @@ def test_they_are_tuned_and_predict(name, cls):
         torch.testing.assert_close(posterior.functional_posterior(data[0][0]).mean, dense(model, data[0][0])[0])
     assert bool(posterior.predict(data).mean.isfinite().all())
     assert bool(posterior.predictive(data[0][0], method="sampled").mean.isfinite().all())
+
+
+class Padded(nn.Module):
+    """A transformer whose evaluation in fused kernels, without derivatives, gives zeros for padding."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.table, self.body, self.head = nn.Embedding(9, 4), nn.TransformerEncoder(layer, 1), nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.table(tokens), src_key_padding_mask=tokens == 0).mean(1))
+
+
+def test_outputs_are_those_with_derivatives_where_fused_kernels_have_others():
+    torch.manual_seed(0)
+    tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 2]])
+    model = Padded().double()
+    trained = model(tokens).detach()
+    posterior = lp.KFAC(model.eval(), "classification").fit([(tokens, torch.tensor([0, 1, 0]))])
+    torch.testing.assert_close(posterior.network.forward(tokens), trained)
+    torch.testing.assert_close(posterior.functional_posterior(tokens).mean, trained)
+
+
+def test_parameters_that_are_made_anew_are_refused():
+    class Anew(nn.Linear):
+        def named_parameters(self, *args, **kwargs):
+            self.weight = nn.Parameter(self.weight.detach())
+            return super().named_parameters(*args, **kwargs)
+
+    with pytest.raises(UnsupportedError, match="makes its parameters anew"):
+        lp.KFAC(Anew(2, 2), "classification")
