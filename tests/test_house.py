@@ -98,23 +98,23 @@ def test_files_are_short():
 
 BUDGETS = {
     # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
-    "applications": 7061,
+    "applications": 6799,
     "cli": 90,
     "curvature": 1623,
     "distributed": 298,
     "experiments": 742,
-    "geometry": 1397,
-    "integrations": 1494,
+    "geometry": 1365,
+    "integrations": 1503,
     "kernels": 1053,
     "likelihoods": 1940,
-    "linalg": 3847,
-    "network": 3792,
+    "linalg": 3622,
+    "network": 3833,
     "persistence": 261,
-    "posteriors": 7334,
+    "posteriors": 7344,
     "predictive": 937,
-    "structured": 3228,
+    "structured": 3210,
     "testing": 322,
-    "tuning": 4282,
+    "tuning": 4115,
 }
 REST = 1079
 """Lines of the files at the top: errors, checks, priors, metrics."""
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_780
-    assert sum(n for part, n in lines.items() if part not in APART) <= 38_454
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_298
-    assert size.raises_of(size.FILES) <= 319
+    assert sum(lines.values()) <= 40_136
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_801
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_321
+    assert size.raises_of(size.FILES) <= 316
     assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_500
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_000
 
 
 @pytest.mark.slow
