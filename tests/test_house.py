@@ -108,11 +108,11 @@ BUDGETS = {
     "kernels": 1053,
     "likelihoods": 1940,
     "linalg": 3622,
-    "network": 3833,
+    "network": 3838,
     "persistence": 261,
     "posteriors": 7344,
     "predictive": 937,
-    "structured": 3210,
+    "structured": 3209,
     "testing": 322,
     "tuning": 4115,
 }
@@ -143,10 +143,10 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_136
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_801
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_321
-    assert size.raises_of(size.FILES) <= 316
+    assert sum(lines.values()) <= 40_140
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_805
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_325
+    assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45
 
 

@@ -162,7 +162,7 @@ class HeteroscedasticGaussian(RealTargets):
 
     Example:
         >>> import laplace_plus as lp
-        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> x, _ = torch.linspace(-1, 1, 20)[:, None], torch.manual_seed(0)
         >>> posterior = lp.KFAC(torch.nn.Linear(1, 2), lp.HeteroscedasticGaussian()).fit([(x, x)])
     """
 
