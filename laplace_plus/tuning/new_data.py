@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,6 +135,13 @@ class Rows:
         rows = self.weights.nonzero()[:, 0]
         return rows[evenly(len(rows), most, rows.device)]
 
+    def merged(self) -> Rows:
+        """Copies of a datum as the first of them, with the weight of all: as many as a weight says."""
+        columns = [leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None] for leaf in batches.tensors_in(self.targets)]
+        key = _projected(torch.cat([_projected(x.flatten(1)) for x in self.inputs])[:, None], *columns)
+        kept, total = distinct(key[:, None], self.weights)
+        return replace(self, weights=torch.zeros_like(self.weights).index_copy(0, kept, total))
+
     def around(self, index: Tensor) -> tuple[list[Any], Tensor]:
         """Inputs that hold rows of ascending indices, in parts, and where their outputs have these rows."""
         if self.per_example != 1:
@@ -171,7 +178,15 @@ def rows_of(
     outputs, targets, weights = (batches.joined(column) for column in zip(*found, strict=True))
     for values in (outputs, *batches.tensors_in(targets)):
         weights = weights * values.reshape(len(values), -1).isfinite().all(1)
-    return Rows(parts, outputs, targets, weights, per_example, size)
+    rows = Rows(parts, outputs, targets, weights, per_example, size)
+    return rows.merged() if rows.are_points else rows
+
+
+def _projected(*columns: Tensor) -> Tensor:
+    """A random linear function of rows ``[n, *]``, float64: equal for copies, and for nothing else but by chance."""
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.randn(part.shape[1], generator=generator, dtype=torch.float64) for part in columns)
+    return torch.stack([(part * draw.to(part.device)).sum(1) for part, draw in zip(columns, draws, strict=True)]).sum(0)
 
 
 def classes_of(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

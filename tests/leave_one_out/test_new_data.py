@@ -150,6 +150,22 @@ def test_rows_and_what_lies_around_them():
     assert kept.tolist() == [0, 1, 3] and weights.tolist() == [2, 5, 3]
 
 
+@pytest.mark.parametrize("kind", ["classes", "several labels"])
+def test_weights_of_rows_count_as_repeated_rows_in_both_views(kind):
+    x = torch.randn(60, 3, dtype=torch.float64, generator=generator())
+    y = (x[:, :2] > 0).double() if kind == "several labels" else (x[:, 0] > 0).long()
+    likelihood = lp.Bernoulli if kind == "several labels" else lp.Categorical
+    times = torch.arange(60) % 3 + 1
+    again = torch.arange(60).repeat_interleave(times)
+    torch.manual_seed(0)
+    net, losses = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), []
+    for own, rows in ((likelihood(weighted=True), (x, (y, times.double()))), (likelihood(), (x[again], y[again]))):
+        found = lp.KFAC(net, own).fit([rows]).fit_prior_precision(lp.Auto(seen=True)).tuning
+        losses.append((found.losses, found.between_losses))
+    assert losses[0][0] is not None and losses[0][1] is not None
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
+
+
 def test_midpoints_join_near_neighbours():
     x = torch.randn(40, 3, dtype=torch.float64, generator=generator()) + 2.0**20
     weights = torch.ones(40)
