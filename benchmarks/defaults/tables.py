@@ -81,7 +81,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     """Shares of all rows, and each of them."""
     head = ["table", "rows", "classes", "posterior", "network", "default", "best scale", "evidence", "validated", "ECE"]
     body, regret, over, late, ece, validated = [], [], [], [], [], []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["cell"], row["class"])):
         own, default, evidence = (row[name]["nll"] for name in ("network", "default", "marginal_likelihood"))
         best = min(*row["by_scale"], own)
         regret.append(default - best)
