@@ -102,6 +102,8 @@ def as_trained(likelihood: Any, losses: Iterable[Any], *, adopts: bool = False) 
             own: Any = Categorical(loss.ignore_index, weight=loss.weight, label_smoothing=smoothing)
         elif isinstance(loss, nn.BCEWithLogitsLoss):
             own = Bernoulli(pos_weight=loss.pos_weight)
+            if loss.weight is not None:
+                warn("The weight= of BCEWithLogitsLoss is left out: targets (y, weight) with weighted=True have one.")
         else:
             continue
         if isinstance(known, type(own)):

@@ -137,9 +137,10 @@ class Rows:
 
     def merged(self) -> Rows:
         """Copies of a datum as the first of them, with the weight of all: as many as a weight says."""
-        columns = [leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None] for leaf in batches.tensors_in(self.targets)]
-        key = _projected(torch.cat([_projected(x.flatten(1)) for x in self.inputs])[:, None], *columns)
-        kept, total = distinct(key[:, None], self.weights)
+        draw = torch.randn(self.inputs[0][0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        key = [(x.flatten(1) * draw.to(x.device)).sum(1, keepdim=True) for x in self.inputs]  # equal for copies alone
+        targets = [leaf.reshape(len(self.weights), -1) for leaf in batches.tensors_in(self.targets)]
+        kept, total = distinct(torch.cat([torch.cat(key), *targets], 1), self.weights)
         return replace(self, weights=torch.zeros_like(self.weights).index_copy(0, kept, total))
 
     def around(self, index: Tensor) -> tuple[list[Any], Tensor]:
@@ -180,13 +181,6 @@ def rows_of(
         weights = weights * values.reshape(len(values), -1).isfinite().all(1)
     rows = Rows(parts, outputs, targets, weights, per_example, size)
     return rows.merged() if rows.are_points else rows
-
-
-def _projected(*columns: Tensor) -> Tensor:
-    """A random linear function of rows ``[n, *]``, float64: equal for copies, and for nothing else but by chance."""
-    generator = torch.Generator().manual_seed(0)
-    draws = (torch.randn(part.shape[1], generator=generator, dtype=torch.float64) for part in columns)
-    return torch.stack([(part * draw.to(part.device)).sum(1) for part, draw in zip(columns, draws, strict=True)]).sum(0)
 
 
 def classes_of(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -147,6 +147,8 @@ def test_skorch_nets_train_with_their_own_settings():
 def test_options_of_losses_are_taken_over_or_named():
     rare = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([5.0]))
     assert as_trained("binary", [nn.Linear(1, 1), rare]) == lp.Bernoulli(pos_weight=5.0)
+    with pytest.warns(UserWarning, match="weight= of BCEWithLogitsLoss"):
+        as_trained("binary", [nn.BCEWithLogitsLoss(torch.ones(1))])
     assert as_trained("classification", [nn.NLLLoss(torch.ones(2))]) == lp.Categorical(weight=(1.0, 1.0))
     plain, smooth = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)
     given = lp.Categorical(label_smoothing=0.1)
