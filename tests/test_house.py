@@ -104,7 +104,7 @@ BUDGETS = {
     "distributed": 298,
     "experiments": 742,
     "geometry": 1365,
-    "integrations": 1503,
+    "integrations": 1505,
     "kernels": 1053,
     "likelihoods": 1940,
     "linalg": 3622,
@@ -114,7 +114,7 @@ BUDGETS = {
     "predictive": 937,
     "structured": 3209,
     "testing": 322,
-    "tuning": 4130,
+    "tuning": 4124,
 }
 REST = 1079
 """Lines of the files at the top: errors, checks, priors, metrics."""
@@ -143,8 +143,8 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_155
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_820
+    assert sum(lines.values()) <= 40_151
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_814
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_325
     assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45
