@@ -114,7 +114,7 @@ BUDGETS = {
     "predictive": 937,
     "structured": 3209,
     "testing": 322,
-    "tuning": 4124,
+    "tuning": 4125,
 }
 REST = 1079
 """Lines of the files at the top: errors, checks, priors, metrics."""
@@ -143,8 +143,8 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_151
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_814
+    assert sum(lines.values()) <= 40_152
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_815
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_325
     assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45

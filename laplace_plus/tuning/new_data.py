@@ -138,7 +138,8 @@ class Rows:
     def merged(self) -> Rows:
         """Copies of a datum as the first of them, with the weight of all: as many as a weight says."""
         draw = torch.randn(self.inputs[0][0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        key = [(x.flatten(1) * draw.to(x.device)).sum(1, keepdim=True) for x in self.inputs]  # equal for copies alone
+        # Equal for copies alone.
+        key = [(x.reshape(len(x), -1) * draw.to(x.device)).sum(1, keepdim=True) for x in self.inputs]
         targets = [leaf.reshape(len(self.weights), -1) for leaf in batches.tensors_in(self.targets)]
         kept, total = distinct(torch.cat([torch.cat(key), *targets], 1), self.weights)
         return replace(self, weights=torch.zeros_like(self.weights).index_copy(0, kept, total))

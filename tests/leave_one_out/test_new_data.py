@@ -166,6 +166,14 @@ def test_weights_of_rows_count_as_repeated_rows_in_both_views(kind):
     torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
 
 
+def test_inputs_may_be_one_number_each():
+    x = torch.linspace(-2, 2, 40, dtype=torch.float64).repeat_interleave(2)
+    net = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    posterior = lp.KFAC(net, "classification").fit([(x, (x > 0).long())])
+    rows = new_data.rows_of(posterior.network, posterior.likelihood, [(x, (x > 0).long())], 80)
+    assert rows.weights[::2].tolist() == [2.0] * 40 and not rows.weights[1::2].any()
+
+
 def test_midpoints_join_near_neighbours():
     x = torch.randn(40, 3, dtype=torch.float64, generator=generator()) + 2.0**20
     weights = torch.ones(40)
