@@ -22,6 +22,7 @@ from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor
+from laplace_plus.structured.gram_sum import formed
 from laplace_plus.structured.kronecker import KroneckerBasis
 
 __all__ = ["FrozenPosterior", "FrozenPrediction", "freeze"]
@@ -88,8 +89,8 @@ class FrozenPosterior(nn.Module):
     def _table(self, basis: Any, table: Tensor, needed: Any, weight: Tensor, shift: Tensor) -> dict[str, Tensor | None]:
         """Weights of the outputs and of the features in the eigenbasis, and what their squares are multiplied by."""
         size, offset = len(weight), None
-        left = _formed(getattr(basis, "left", None), table[:, 0])
-        right = _formed(getattr(basis, "right", None), table[0])
+        sides = (formed(getattr(basis, name, None)) for name in ("left", "right"))  # reflections of a limited rank, too
+        left, right = (None if side is None else side[0] for side in sides)
         if needed == "diagonal":
             table = table if left is None else left.square() @ table
         elif needed == "full":
@@ -244,8 +245,3 @@ def _entries(network: Network, pads: bool) -> Tensor:
     if not pads:
         return index
     return torch.cat([index, start["bias"] + torch.arange(shape[0], device=network.device)[:, None]], 1)
-
-
-def _formed(side: Any, like: Tensor) -> Any:
-    """The first group's eigenvectors, which a limited rank leaves as reflections."""
-    return side if side is None else side[0] if isinstance(side, Tensor) else torch.eye(len(like)).to(like) @ side[0]

@@ -228,9 +228,8 @@ class GaussianPosterior(Posterior):
             own.zero_()
         again, name = 0, f"{type(self).__name__}: eigenvalues"
         for batch in self.batches(data, progress=progress, description=name) if seen else ():
-            options: Any = {"generator": generator}
             _, outputs = self.backend.accumulate(
-                curvature, self.network, self.likelihood, batch, self.structure, **options
+                curvature, self.network, self.likelihood, batch, self.structure, generator=generator
             )
             again += len(outputs)
         if again != seen:

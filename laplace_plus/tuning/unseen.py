@@ -26,6 +26,7 @@ from torch import Tensor
 from laplace_plus import checks
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.marginal import variance_of
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network.batches import batch_size, can_be_cut, cut, iterate, joined, rejoined
 from laplace_plus.predictive import from_functional
@@ -191,8 +192,7 @@ class _LeftOut:
 
     @property
     def mean_variance(self) -> float:
-        full = self.covariance.dim() > self.mean_outputs.dim()
-        variances = self.covariance.diagonal(dim1=-2, dim2=-1) if full else self.covariance
+        variances = variance_of(self.mean_outputs, self.covariance)
         return float(variances.mean().clamp_min(torch.finfo(variances.dtype).tiny))
 
     def losses(self, likelihood: Likelihood, scale: float, heat: float, noisy: bool, options: dict[str, Any]) -> Tensor:

@@ -202,17 +202,13 @@ class PriorUnits(Operator):
         return result.mul_(self.weight).div_(self.root)
 
     @override
-    def _apply(self, vectors: Tensor) -> Tensor:
-        return self.image(vectors).add_(vectors)
+    def _apply(self, vectors: Tensor, product: Rows | None = None) -> Tensor:
+        return self.image(vectors, product).add_(vectors)
 
     def minibatches(self) -> Iterator[Rows]:
         """Estimates of ``(I + W) u``, one from each minibatch."""
         for product in self.curvature.minibatches():
-
-            def estimate(u: Tensor, product: Rows = product) -> Tensor:
-                return self.image(u, product).add_(u)
-
-            yield estimate
+            yield partial(self._apply, product=product)
 
     def check(self, u: Tensor, draws: Draws, tolerance: float, iterations: int) -> Solved:
         """How near to the solution u is, from one product, and what it says."""
