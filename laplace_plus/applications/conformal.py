@@ -291,7 +291,13 @@ def _scores(
         labels = targets.nan_to_num(0).long()[:, None]
         each = _class_scores(prediction, score, generator).gather(1, labels)[:, 0]
     else:
-        each = _number_scores(prediction, targets, score, level)
+        values = targets.view(prediction.mean.shape)
+        if score == "quantile":
+            low, high = prediction.interval(level)
+            each = torch.maximum(low - values, values - high)
+        else:
+            each = (values - prediction.mean).abs() / (prediction.std if score == "scaled" else 1.0)
+        each = each.flatten(0, -2)
     return each.double().cpu(), share.double().cpu(), targets
 
 
@@ -309,14 +315,3 @@ def _class_scores(prediction: Prediction, score: str, generator: torch.Generator
     u = torch.rand(len(p), 1, generator=generator, device=device, dtype=p.dtype).to(p.device)
     penalty = 0.01 * (first - 4).clamp_min(0) if score == "regularized" else 0.0
     return above + u * p + penalty
-
-
-def _number_scores(prediction: Prediction, values: Tensor, score: str, level: float) -> Tensor:
-    """The score of each number, ``[N, C]``."""
-    values = values.view(prediction.mean.shape)
-    if score == "quantile":
-        low, high = prediction.interval(level)
-        found = torch.maximum(low - values, values - high)
-    else:
-        found = (values - prediction.mean).abs() / (prediction.std if score == "scaled" else 1.0)
-    return found.flatten(0, -2)

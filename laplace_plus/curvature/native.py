@@ -70,8 +70,10 @@ class Native(Backend):
         observed = rows, targets, weight = likelihood.rows(outputs, batch.target)
         # An example with nothing but ignored targets does not count.
         share = weight.view(capture.n_examples, -1).amax(1)
-        if total is not None and not capture.pointwise:
-            total = _written(total, network)
+        if total is not None and not capture.pointwise and any(isinstance(own, SoftmaxOutputBlock) for _, own in total):
+            # Gradients cannot be added to a block of the output layer's own outputs.
+            layout, matrix = whole_layout(network), total.dense(torch.ones(1, dtype=network.dtype))
+            total = Curvature([(layout, DenseBlock(matrix[None, None], layout.shape))])
         sums = Accumulation(gradients, structure, likelihood.n_noise, share, total)
         sums.together = likelihood.couples_rows
         if self.kind == "ggn" and likelihood.n_noise == 1 and capture.pointwise and not sums.corrects:
@@ -197,11 +199,3 @@ def last_layer_curvature(
     else:
         return None
     return Curvature([(layout, block)])
-
-
-def _written(total: Curvature, network: Network) -> Curvature:
-    """A sum to which batches can be added whose outputs are not those of the output layer itself."""
-    if not any(isinstance(block, SoftmaxOutputBlock) for _, block in total):
-        return total
-    layout, matrix = whole_layout(network), total.dense(torch.ones(1, dtype=network.dtype))
-    return Curvature([(layout, DenseBlock(matrix[None, None], layout.shape))])

@@ -99,10 +99,8 @@ def gradient_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labe
     drawn = [own] if labels is None else [like_observed(label, own) for label in labels]
     gradients = torch.stack([likelihood.gradient(observations, label) for label in drawn], -1)
     noise = _noise_weights(likelihood, observations)
-    scale = weight.sqrt().unsqueeze(-1).to(gradients.dtype) * (
-        noise if labels is None else noise.sqrt() / len(labels) ** 0.5
-    )
-    columns = gradients * scale.unsqueeze(-1)
+    noise = noise if labels is None else noise.sqrt() / len(labels) ** 0.5
+    columns = gradients * (weight.sqrt().unsqueeze(-1).to(gradients.dtype) * noise).unsqueeze(-1)
     return _ColumnRoot(columns if labels is not None else columns.reshape(len(outputs), -1, 1), outputs.shape)
 
 

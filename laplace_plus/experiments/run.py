@@ -122,10 +122,8 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
                 expected = "a function that returns (model, train, test) or (…, validation), or a mapping of these"
                 raise ConfigurationError(f"There is no {key}.", expected=expected, got=type(parts.get(key)).__name__)
         likelihood = resolve_likelihood(parts.pop("likelihood", None) or (make(name, {}) if ":" in name else name))
-        model, data = (
-            parts.pop("model").to(settings.device),
-            {key: part for key, part in parts.items() if part is not None},
-        )
+        model = parts.pop("model").to(settings.device)
+        data = {key: part for key, part in parts.items() if part is not None}
         options: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "progress": progress}
         outcomes = compare(model, likelihood, data, posteriors, **options)
     save_posteriors(Path(settings.output), outcomes, say=say)

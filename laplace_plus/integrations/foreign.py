@@ -159,10 +159,8 @@ class ForeignBackend(Backend):
             uses = [call for call in task.capture.calls if {rows.name for rows in call.rows} & set(layout.names)]
             known = len(owners) == 1 and type(module) in (nn.Linear, nn.Conv2d)
             known = known and layout.rule == MATRIX and layout.shape[0] == 1 and len(uses) == 1
-            what, got = (
-                f"has no Kronecker product for {layout.names[0]!r}",
-                f"{type(module).__name__}, {len(uses)} uses",
-            )
+            what = f"has no Kronecker product for {layout.names[0]!r}"
+            got = f"{type(module).__name__}, {len(uses)} uses"
             self.require(known, what, "nn.Linear, or nn.Conv2d without groups, each used once", got)
             layers.append(Layer(layout, next(iter(owners)), module, uses[0]))
         return layers

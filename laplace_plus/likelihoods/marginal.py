@@ -59,15 +59,10 @@ def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Ma
     every = mean, total, Normal(mean, total.sqrt(), validate_args=False), variance, noise_variance
     # torch's multivariate normal cannot evaluate an empty batch.
     if mean.shape[-1] == 1 or mean.numel() == 0 or covariance.dim() == mean.dim():
-        return Marginal(*every, information=independent_information(variance, noise_variance))
+        return Marginal(*every, information=0.5 * torch.log1p(variance / noise_variance).sum(-1))
     deviation = noise_variance.sqrt()
     # In units of the noise the matrix is at least the identity, however small the noise.
     identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
     root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
     together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
     return Marginal(*every, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0))
-
-
-def independent_information(variance: Tensor, noise_variance: Tensor) -> Tensor:
-    """Mutual information ``[...]`` of noisy and noiseless values ``[..., C]`` that are independent, in nats."""
-    return 0.5 * torch.log1p(variance / noise_variance).sum(-1)

@@ -95,10 +95,6 @@ class SpectralSpace(KrylovSpace):
         """``Σ_k x_k q_k`` for ``[batch, K]`` in float64, as ``[batch, n]`` in the working type."""
         return combine(coefficients.to(self.vectors.dtype), self.vectors)
 
-    def parameter_gradients(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The derivative of ``Σ ⟨M, Q A Qᵀ⟩`` for ``[batch, K, K]`` in A's tensors, with the spaces held fixed."""
-        return self.operator.parameter_pullback(self.vectors, matrix.to(self.vectors.dtype) @ self.vectors)
-
 
 def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:
     """``f`` at eigenvalues, with a graph to the tensors that f itself depends on.
@@ -282,7 +278,8 @@ def slq_trace(
     converged = bool(bias <= (torch.maximum(sem, rounding) if probes > 1 else rounding))
 
     def pullback(x: Tensor) -> tuple[Tensor, ...]:
-        return space.parameter_gradients(x / probes * space.quadrature_gradient(f))
+        slope = (x / probes * space.quadrature_gradient(f)).to(space.vectors.dtype)  # with the spaces held fixed
+        return space.operator.parameter_pullback(space.vectors, slope @ space.vectors)
 
     value = attach_one(mean.to(wide), space.operator.tensors, pullback)
     if forms.requires_grad:  # f depends on tensors of its own

@@ -20,16 +20,13 @@ from torch import Tensor
 from laplace_plus.errors import NETWORK_ERRORS
 from laplace_plus.network import batches
 
-Function = Callable[[Any, dict[str, Tensor]], Tensor]
-"""Outputs ``[B, *, C]`` from a batch's inputs and some parameters."""
-
 
 def per_example_gradients(
-    network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
+    network: Callable[[Any, dict[str, Tensor]], Tensor], inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
     """Vector-Jacobian products of each example on its own, ``[V, B, *shape]`` for each chosen parameter.
 
-    ``cotangents`` are ``[V, B, *, C]``.
+    ``cotangents`` are ``[V, B, *, C]``, and ``network`` maps a batch's inputs and some parameters to ``[B, *, C]``.
     """
     leaves, rebuild = batches.flatten(inputs)
     size = cotangents.shape[1]

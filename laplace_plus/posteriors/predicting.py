@@ -296,12 +296,9 @@ class Predicting(ABC):
         """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
         x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
         mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None)
-        return mean + self._mean_shift(x), moved
-
-    def _mean_shift(self: Any, x: Any) -> Tensor | float:
-        """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
+        # A mean other than the network's weights moves the linearised outputs by J(x) (E[θ] − θ̂).
         shift = (self.mean if self.tangent_mean is None else self.tangent_mean) - self.network.vector()
-        return jvp(self.network, x, shift) if bool(shift.any()) else 0.0
+        return mean + (jvp(self.network, x, shift) if bool(shift.any()) else 0.0), moved
 
     def _sampled_chunks(self: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""

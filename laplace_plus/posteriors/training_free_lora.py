@@ -248,13 +248,10 @@ def _largest(score: Callable[[float], float], halvings: int, bound: float) -> tu
         if accepted(high if first else low) != first:
             break
     else:
-        _warn(f"{'Every' if first else 'No'} scale was accepted", steps)
+        what = f"{'Every' if first else 'No'} scale was accepted"
+        warn(f"{what}; the last was {steps[-1][0]:.3g}.", ConvergenceWarning)
         return high if first else 0.0, tuple(steps)
     for _ in range(halvings):
         middle = (low + high) / 2
         low, high = (middle, high) if accepted(middle) else (low, middle)
     return low, tuple(steps)
-
-
-def _warn(what: str, steps: list[tuple[float, float, bool]]) -> None:
-    warn(f"{what}; the last was {steps[-1][0]:.3g}.", ConvergenceWarning)

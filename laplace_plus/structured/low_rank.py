@@ -405,10 +405,8 @@ class LowRankBlock(Block):
             raise UnsupportedError(what, expected='structure="scalar"', got=got, fix=fix)
         n = self.vectors.shape[1]
         if n <= WHOLE:
-            rest = _log_determinant(weight * self._matrix + diagonal.flatten().diag()) - self._of_pairs(
-                weight, diagonal
-            )
-            return (rest.expand(2),) * 2
+            whole = _log_determinant(weight * self._matrix + diagonal.flatten().diag())
+            return ((whole - self._of_pairs(weight, diagonal)).expand(2),) * 2
         with torch.no_grad():
             own = diagonal.flatten()
             factor, root, operator = self.factor(weight[None], diagonal), own.sqrt(), self.operator

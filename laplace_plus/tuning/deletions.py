@@ -161,7 +161,9 @@ class Deletions:
                 if self.leverages == "own":
                     each, _, covariance = leave_out(covariance, root, gradient)
                     own.append(each.amax(-1))
-                found.append(_by_position(covariance.double(), outputs))
+                size = outputs.shape[-1]
+                blocks = covariance.double().view(-1, count, size, count, size).diagonal(dim1=1, dim2=3)  # [B, C, C, M]
+                found.append(blocks.movedim(-1, 1).reshape(*outputs.shape, size))
             mean = outputs + shift.view(outputs.shape)
             yield DeletionBatch(outputs, batch.target, mean, leverages.amax(-1), found, own)
         fitted.check()
@@ -195,13 +197,6 @@ class Deletions:
                 got=f"a largest leverage of {float(values.max()):.3g}",
                 fix=fix,
             )
-
-
-def _by_position(covariance: Tensor, outputs: Tensor) -> Tensor:
-    """The covariance ``[B, *, C, C]`` of each position's outputs ``[B, *, C]``, from the examples' ``[B, b, b]``."""
-    (n, size), count = (len(outputs), outputs.shape[-1]), outputs[0, ..., 0].numel()
-    blocks = covariance.view(n, count, size, count, size).diagonal(dim1=1, dim2=3)  # [B, C, C, M]
-    return blocks.movedim(-1, 1).reshape(*outputs.shape, size)
 
 
 def noise_terms(likelihood: Likelihood, residuals: Tensor, weight: Tensor, covariance: Tensor) -> Tensor:

@@ -229,7 +229,9 @@ class _Tracer(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
         """The set of what a function returns."""
-        name, floating = _plain_name(func), [tensor for tensor in tensors if tensor.is_floating_point()]
+        name, floating = getattr(func, "__name__", ""), [tensor for tensor in tensors if tensor.is_floating_point()]
+        if name not in _KEEPING:  # the same for a function, method, operator and what works in place
+            name = _OPERATORS.get(name.strip("_"), name.strip("_"))
         if func in _LINEAR:
             names = _LINEAR[func] or F.multi_head_attention_forward.__code__.co_varnames
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -274,12 +276,3 @@ class _Tracer(TorchFunctionMode):
 
     def _set(self, value: Any) -> frozenset[str]:
         return self._sets.get(id(value), frozenset())
-
-
-def _plain_name(func: Any) -> str:
-    """A function's name, the same for its function, method, operator and in-place forms."""
-    name: str = getattr(func, "__name__", "")
-    if name in _KEEPING:
-        return name
-    bare = name.strip("_")
-    return _OPERATORS.get(bare, bare)

@@ -272,18 +272,14 @@ class ImagePosterior:
 
         return batch_jacobian(self.network.of(view, lambda found: found), inputs)[1]
 
-    def _chunks(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
-        """Rows ``[n, P]`` of the image's Jacobian: of some pixels, or of all, as many at a time as memory suggests."""
+    def _covariances(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
+        """The posterior covariance of some pixels at a time, or of all, as many at a time as memory suggests."""
+        root, variance, _ = (one.detach() for one in self._factored())
         if isinstance(parts, int):
             parts = [*torch.arange(parts).split(max(1, _ENTRIES // self.network.n_parameters))]
         for part in progress_bar(parts, enabled=progress, description="Jacobian of the image"):
             index = part.to(self._jacobian.device)
-            yield self._rows(self._z, lambda found, index=index: found.flatten(1)[:, index])  # type: ignore[misc]
-
-    def _covariances(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
-        """The posterior covariance of some pixels at a time."""
-        root, variance, _ = (one.detach() for one in self._factored())
-        for rows in self._chunks(parts, progress):
+            rows = self._rows(self._z, lambda found, index=index: found.flatten(1)[:, index])  # type: ignore[misc]
             white = torch.linalg.solve_triangular(root, self._product(self._jacobian, rows, variance), upper=False)
             yield self._product(rows, rows, variance) - white.mT @ white
 

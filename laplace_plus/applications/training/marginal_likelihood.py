@@ -37,8 +37,6 @@ from laplace_plus.posteriors import KFAC, GaussianPosterior, get_posterior
 from laplace_plus.priors import LAYERWISE, Groups
 from laplace_plus.tuning.base import tunes_noise
 
-PosteriorFactory = Callable[..., GaussianPosterior]
-
 _FIX = "Use a smaller hyper_lr, or a longer burn_in."
 
 
@@ -107,7 +105,7 @@ def train_marginal_likelihood(
     likelihood: Any = "classification",
     *,
     epochs: int = 100,
-    posterior: str | PosteriorFactory = KFAC,
+    posterior: str | Callable[..., GaussianPosterior] = KFAC,
     structure: str | Groups = "layerwise",
     prior_precision: float | Tensor = 1.0,
     prior_mean: float | Tensor = 0.0,

@@ -258,7 +258,13 @@ def _sum(old: Curvature, new: Curvature, size: int) -> Curvature:
     if mine.keys() == theirs.keys() or any(getattr(block, "corrected", None) is not None for _, block in old):
         return old.clone().add_(new)  # corrected eigenvalues are measured in the old blocks' bases
     if all(isinstance(block, DiagonalBlock) for one in (old, new) for _, block in one):
-        return _regrouped(old, new, size).add_(new)
+        first: Any = old.blocks[0][1]
+        total = first.values.new_zeros(first.n_components, size)
+        for layout, block in old:
+            assert isinstance(block, DiagonalBlock)
+            layout.scatter_(total, block.values)
+        regrouped = Curvature([(layout, DiagonalBlock(layout.gather(total))) for layout in new.layouts])
+        return regrouped.add_(new)
     shared = mine.keys() & theirs.keys()
     found = Curvature([pair for pair in old if pair[0].key in shared]).clone()
     found.add_(Curvature([pair for pair in new if pair[0].key in shared]))
@@ -273,13 +279,3 @@ def _sum(old: Curvature, new: Curvature, size: int) -> Curvature:
     if not bool((covered == 1).all()):
         raise used_differently([layout.key for layout, _ in alone])
     return found
-
-
-def _regrouped(old: Curvature, new: Curvature, size: int) -> Curvature:
-    """A diagonal in the other's blocks."""
-    first: Any = old.blocks[0][1]
-    total = first.values.new_zeros(first.n_components, size)
-    for layout, block in old:
-        assert isinstance(block, DiagonalBlock)
-        layout.scatter_(total, block.values)
-    return Curvature([(layout, DiagonalBlock(layout.gather(total))) for layout in new.layouts])
