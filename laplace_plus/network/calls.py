@@ -202,7 +202,7 @@ class ConvolutionCall(Call):
 
     def _patches(self, value: Tensor) -> Tensor:
         """Inputs ``[b, r, C, *space]`` as rows ``[b, r·S, G, C/G·k]``, plus the bias's column."""
-        n, dimensions = value.shape[0], len(self.kernel)
+        sizes, dimensions = value.shape[:2], len(self.kernel)
         value = F.pad(value.flatten(0, 1), [amount for both in reversed(self.padding) for amount in both])
         for d in range(dimensions):
             extent = (self.kernel[d] - 1) * self.dilation[d] + 1
@@ -219,7 +219,7 @@ class ConvolutionCall(Call):
             columns[:, :, :width].unflatten(2, value.shape[2 : 3 + dimensions]).copy_(value)
             columns[:, :, width:] = 1  # the bias's input
         rows = columns.flatten(3).movedim(3, 1)  # [br, S, G, i]
-        return rows.unflatten(0, (n, -1)).flatten(1, 2)
+        return rows.unflatten(0, sizes).flatten(1, 2)
 
     def _positions(self, gradient: Tensor) -> Tensor:
         """Output gradients ``[V, b, r, O, *out]`` as rows ``[V, b, r·S, G, O/G]``."""

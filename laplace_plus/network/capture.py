@@ -156,7 +156,7 @@ class _Recorder(TorchFunctionMode):
             self.alive.append(output)
             return
         calls, names = None, {*map(_NAME, used)}
-        if func in RULES:
+        if func in RULES and not output.is_nested:
             try:
                 with nullcontext() if self.keep_graph else torch.no_grad():
                     found = RULES[func](self.find, *args, **kwargs)

@@ -69,6 +69,7 @@ class Gradients:
                 self._plans.append(plan)
                 for member in plan.members:
                     (self._apart if self._rows[member] is None else self._joint)[member] = capture.calls[member]
+        self.are_used = bool(self._plans)  # whether the batch uses any selected parameter
 
     def blocks(self, cotangents: Tensor, layouts: Sequence[Layout] = ()) -> Iterator[tuple[Layout, ExampleGradients]]:
         """Each block's gradients for cotangents ``[V, B, *, C]``: of a structure's layouts, or by default the layers'.
@@ -120,7 +121,10 @@ class Gradients:
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
-        parts = [(gradients, layout.places) for layout, gradients in self.blocks(cotangents)]
+        parts: list[tuple[ExampleGradients, Places]] = [(own, one.places) for one, own in self.blocks(cotangents)]
+        if not parts:
+            first = self.layouts[0]
+            parts.append((DenseGradients(cotangents.new_zeros(*cotangents.shape[:2], *first.shape)), first.places))
         return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
     def _regrouped(self, cotangents: Tensor, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ExampleGradients]]:

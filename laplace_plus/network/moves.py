@@ -114,7 +114,7 @@ def places(outputs: Tensor, edges: Sequence[Any]) -> tuple[list[Any] | None, fro
         if sources[node]:
             leading.add(node)
         if sources[node] or node in wanted_nodes:
-            shapes[node] = [own.shape for own in getattr(node, _RESULTS)]
+            shapes[node] = [torch.Size() if own.is_nested_tensor else own.shape for own in getattr(node, _RESULTS)]
     n, found = len(outputs), dict[Any, dict[int, Place]]()
     if outputs.grad_fn is not None:
         found[outputs.grad_fn] = {outputs.output_nr: Place(1, outputs.numel() // max(1, n))}

@@ -112,15 +112,17 @@ def functional_posteriors(
     if capture.pointwise and WHOLE not in factor_sets[0]:
         every = torch.arange(shape[-1], device=mean.device) if chosen is None else chosen
         head = output_layer_gradients(gradients, every if every.ndim == 1 else every.reshape(len(mean), -1))
-    if head is not None and head[0].key in factor_sets[0]:
+    if not gradients.are_used:
+        each = picked.numel() if joint else 1 if mode == "diagonal" else picked.shape[-1]
+        covariances = [mean.new_zeros(picked.numel() * each)] * len(factor_sets)
+    elif head is not None and head[0].key in factor_sets[0]:
         covariances = _of_head(head, factor_sets, mode, centre)
     else:
         n_outputs = picked.shape[-1]
         step = next(iter(gradients.cotangent_chunks(n_outputs))).stop
         if mode == "full" and step < n_outputs and apart and not capture.pointwise:
             again = {"differentiable": differentiable, "layouts": layouts, "outputs": outputs}
-            parts = -(-n_outputs // step)
-            found = _by_parts(network, factor_sets, capture.inputs, picked, parts, chosen, again)
+            found = _by_parts(network, factor_sets, capture.inputs, picked, -(-n_outputs // step), chosen, again)
             if found is not None:
                 return found
         covariances = _of_cotangents(gradients, layouts, mean, chosen, centre, factor_sets, mode)
@@ -339,9 +341,7 @@ def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, sha
     fits = integers and chosen.numel() > 0 and (chosen.ndim == 1 or chosen.shape[:-1] == shape[:-1])
     if not fits or not -n_outputs <= int(chosen.min()) <= int(chosen.max()) < n_outputs:
         what = "The network does not have these outputs."
-        expected = (
-            f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}, at least one; or integers "
-        )
+        expected = f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}, not empty; or integers "
         expected += f"{[*shape[:-1], 'K']} below {n_outputs}, for each example"
         raise ConfigurationError(what, expected=expected, got=reprlib.repr(outputs))
     return chosen.long() % n_outputs

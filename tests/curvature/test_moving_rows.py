@@ -319,6 +319,7 @@ class Net(nn.Module):
         self.inner, self.outer = nn.ModuleList(), nn.ModuleList()
         for kind, before, after in zip(kinds, widths, widths[1:], strict=False):
             made = {"conv": nn.Conv1d(1, 1, 3, padding=1), "norm": nn.LayerNorm(before)}
+            made["transposed conv"] = nn.ConvTranspose1d(1, 1, 3, padding=1)
             self.inner.append(made.get(kind, nn.Linear(before, before)))
             self.outer.append(nn.Linear(before, after))
         self.double()
@@ -333,7 +334,7 @@ class Net(nn.Module):
     def layer(self, number: int, h: Tensor) -> Tensor:
         kind, inner = self.kinds[number], self.inner[number]
         for _ in range({"linear": 0, "tied": 2}.get(kind, 1)):
-            h = torch.tanh(inner(h[:, None])[:, 0] if kind == "conv" else inner(h))
+            h = torch.tanh(inner(h[:, None])[:, 0] if "conv" in kind else inner(h))
         return self.outer[number](h)
 
 
@@ -457,6 +458,30 @@ def test_examples_that_share_rows_are_told_to_be_dear():
     model, batches = Net(("merge", "stay"), ("linear", "linear")), data((6,))
     with pytest.warns(UserWarning, match=r"Which rows belong.*outer.0.weight.*6 examples"):
         lp.KFAC(model, "classification").fit(batches)
+
+
+def test_transposed_convolutions_may_share_rows():
+    check(Net(("merge",), ("transposed conv",)), data((4, 3)), "all")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("layout", "selection"),
+    [(torch.strided, "all"), pytest.param(torch.jagged, "last_layer", marks=pytest.mark.slow)],  # torch imports more
+)
+def test_layers_may_run_on_nested_tensors(layout, selection):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x, key):
+            parts = [row.tanh().expand(int(n) + 1, -1) for row, n in zip(self.first(x), key, strict=True)]
+            nested = torch.nested.as_nested_tensor(parts, layout=layout)
+            return torch.nested.to_padded_tensor(self.second(nested), 0.0).sum(1)
+
+    torch.manual_seed(0)
+    check(Nested().double(), data((3,)), selection)
 
 
 def test_weak_effects_on_other_examples_are_found_where_no_rule_describes_a_weight():

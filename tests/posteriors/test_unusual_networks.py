@@ -227,6 +227,17 @@ def test_they_are_tuned_and_predict(name, cls):
     assert bool(posterior.predictive(data[0][0], method="sampled").mean.isfinite().all())
 
 
+@pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal, lp.KFAC, lp.LowRank, lp.NullSpace])
+@pytest.mark.parametrize("options", [{}, {"joint": True}, {"outputs": "diagonal"}])
+def test_outputs_that_use_no_selected_parameter_are_certain(cls, options):
+    model, _, data = problem("heads")  # of tasks 1, 0, 1, of which 0 alone uses the first head
+    posterior = cls(model, "classification", parameters=lambda name, _: name.startswith("heads.0")).fit(data)
+    certain, uncertain = (posterior.functional_posterior(inputs, **options).covariance for inputs, _ in data[:2])
+    assert certain.shape == uncertain.shape
+    assert not certain.any()
+    assert cls is lp.NullSpace or uncertain.any()
+
+
 class Padded(nn.Module):
     """A transformer whose evaluation in fused kernels, without derivatives, gives zeros for padding."""
 
