@@ -11,6 +11,7 @@ from torch.distributions import Normal
 from torch.testing import assert_close
 
 import laplace_plus as lp
+from laplace_plus.applications import noise
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -92,18 +93,23 @@ def test_constant_noise_stays_constant():
     assert (noisy.predictive(rows[0]).aleatoric.sqrt() - 0.3).abs().max() < 0.1
 
 
-def test_rows_count_by_what_was_observed_and_by_their_weights():
-    model = line(n_outputs=2)
-    x, y = data(model, growing, n=30)
+def test_rows_count_by_what_was_observed_and_by_their_weights(monkeypatch):
+    for name, value in (("RIDGES", (0.1,)), ("FOLDS", 2), ("STEPS", 10)):
+        monkeypatch.setattr(noise, name, value)
+    model, times = line(n_outputs=2), torch.arange(40) % 3 + 1
+    x, y = data(model, lambda x: growing(x) ** 2, n=40)
     posterior = fitted(lp.KFAC, model, (x, y))
     y[:10, 1] = math.nan
     plain = lp.learn_noise(posterior, [(x, y)])
-    assert plain.report.n_data == 50
-    weighted = lp.KFAC(model, lp.Gaussian(weighted=True), prior_precision=10.0).fit([(x, (y, torch.ones(30)))])
-    weighted.set_state(posterior.state)
-    assert_close(lp.learn_noise(weighted, [(x, (y, torch.ones(30)))]).coefficients, plain.coefficients)
+    assert plain.report.n_data == 70 and plain.report.chosen in ("features", "both")
     missing = torch.cat([y, torch.full((15, 2), math.nan)])
     assert lp.learn_noise(posterior, [(torch.cat([x, x[:15]]), missing)]).report == plain.report
+    weighted = lp.KFAC(model, lp.Gaussian(weighted=True), prior_precision=10.0).fit([(x, (y, torch.ones(40)))])
+    weighted.set_state(posterior.state)
+    small, whole = (lp.learn_noise(weighted, [(x, (y, w))]) for w in (torch.full((40,), 1e-4), times))
+    assert_close(small.coefficients, plain.coefficients, rtol=1e-4, atol=1e-4)
+    again = lp.learn_noise(posterior, [(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))])
+    assert_close((whole.centre, whole.scale), (again.centre, again.scale))
 
 
 def test_noise_outside_of_the_data_stays_within_theirs():

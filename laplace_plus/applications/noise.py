@@ -118,8 +118,7 @@ class NoisePosterior:
         known = covariance.new_zeros(*lead, 2 * size, *(lead if joint else ()), 2 * size)
         known[..., :size].narrow(len(lead), 0, size).copy_(covariance)
         outputs = torch.cat([mean, self._log_noise(x, variance).to(mean)], -1)
-        options: dict[str, Any] = {"n_samples": n_samples, "joint": joint, "generator": generator}
-        return from_functional(self.likelihood, outputs, known, **options)
+        return from_functional(self.likelihood, outputs, known, n_samples=n_samples, joint=joint, generator=generator)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior with its noise, as one file; errors as of its own ``save``."""
@@ -132,8 +131,7 @@ class NoisePosterior:
     def _log_noise(self, x: Any, variance: Tensor) -> Tensor:
         """``log σ²(x)``, ``[B, *, C]`` float64."""
         rows = variance.detach().double().reshape(-1, variance.shape[-1])
-        has_features = len(self.centre[1]) > 0
-        features = _features(self._layer, x, len(rows)) if has_features else rows[:, :0]
+        features = _features(self._layer, x, len(rows)) if len(self.centre[1]) else rows[:, :0]
         columns = _columns(rows, features, self.centre, self.scale)
         found = (columns * self.coefficients).sum(-1)
         return found.clamp(*self.limits).view(variance.shape)
@@ -270,8 +268,10 @@ def _fitted(posterior: Posterior, rows: _Rows, generator: torch.Generator | None
 
 
 def _scaling(rows: _Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Mean and deviation of the log-variances ``[C]`` and the features ``[D]``; of what does not vary, 1."""
-    both = [(own.mean(0), (own - own.mean(0)).square().mean(0).sqrt()) for own in (_log(rows.variances), rows.features)]
+    """Mean and deviation of the log-variances ``[C]`` and the features ``[D]``, by shares; of what does not vary, 1."""
+    share = rows.shares.sum(1) / rows.shares.sum()
+    means = [(own, share @ own) for own in (_log(rows.variances), rows.features)]
+    both = [(mean, (share @ (own - mean).square()).sqrt()) for own, mean in means]
     deviations = [torch.where(std > 1e-9 * mean.abs() + 1e-30, std, 1.0) for mean, std in both]  # noqa: PLR2004
     return (both[0][0], both[1][0]), (deviations[0], deviations[1])
 
@@ -300,7 +300,7 @@ def _fit(rows: _Rows, scaling: Sequence[Any], name: str, ridge: float) -> Tensor
     columns = _columns(rows.variances, rows.features, *scaling)
     used = torch.ones(columns.shape[2], dtype=torch.bool, device=columns.device)
     used[1], used[2:] = name in ("variance", "both"), name in ("features", "both")
-    columns, count = columns[..., used], rows.shares.sum(0).clamp_min(1.0)  # [n, C, K]
+    columns, count = columns[..., used], rows.shares.sum(0).clamp_min(torch.finfo(torch.float32).tiny)  # [n, C, K]
     size = (rows.shares * rows.residuals.square()).sum(0) / count
     least = size.clamp_min(torch.finfo(torch.float32).tiny) / 2
     weight = torch.zeros_like(columns[0])
