@@ -62,7 +62,8 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
             operand = its_rows.numpy() if by_columns else its_rows.contiguous().numpy().T
             syrk(1.0, operand, beta=1.0, c=one.T, trans=int(by_columns), lower=0, overwrite_c=1)
     else:
-        _reference(target, x)
+        x = x.to(total.dtype)
+        target.baddbmm_(x.mT, x)
     return total
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.structured.blocks import Basis, Block, Factor, register_block
-from laplace_plus.structured.eigen import EigenBlock
+from laplace_plus.structured.eigen import EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import MIB, ExampleGradients, slices
 from laplace_plus.structured.gram_sum import DiagonalSum, GramSum, LimitedSum, by_squares, combine, formed
 from laplace_plus.structured.log_determinants import log_determinant
@@ -195,7 +195,8 @@ class KroneckerBlock(EigenBlock):
             expected, got = "one prior precision for a layer", f"one for each of {diagonal.numel()} parameters"
             fix = 'Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.'
             raise UnsupportedError(what, expected=expected, got=got, fix=fix)
-        return super().factor(weights, diagonal)
+        basis, values = self.eigen(weights)
+        return EigenFactor(basis, values + diagonal)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
