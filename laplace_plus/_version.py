@@ -1,5 +1,3 @@
 """The version of the package, in a module that imports nothing, so that the build can read it without torch."""
 
-from __future__ import annotations
-
 __version__ = "0.3.0"

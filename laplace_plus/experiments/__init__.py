@@ -1,3 +1,1 @@
 """What the command line runs: training, wrapping, tuning, evaluating and reporting. Nothing below imports it."""
-
-from __future__ import annotations

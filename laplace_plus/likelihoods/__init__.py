@@ -1,7 +1,5 @@
 """How targets are distributed given a network's outputs, and everything that follows from it."""
 
-from __future__ import annotations
-
 from laplace_plus.likelihoods.base import Likelihood
 from laplace_plus.likelihoods.categorical import Categorical
 from laplace_plus.likelihoods.elementwise import Bernoulli, Poisson

@@ -1,7 +1,5 @@
 """The diagonal Laplace approximation (LeCun et al., 1990)."""
 
-from __future__ import annotations
-
 from laplace_plus.curvature import DiagonalStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 

@@ -1,7 +1,5 @@
 """The full-covariance Laplace approximation (MacKay, 1992)."""
 
-from __future__ import annotations
-
 from laplace_plus.curvature import FullStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 
