@@ -236,12 +236,11 @@ def calibrate(
         what, got = "Only classifiers are calibrated: other outputs have no temperature.", repr(posterior.likelihood)
         fix = "Use fit_prior_precision(), which tunes precision and noise."
         raise UnsupportedError(what, expected='likelihood="classification" or "binary"', got=got, fix=fix)
-    sampling: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator}
     if method != "leave_one_out":
         if data is None or any(one is not None for one in (training_prior_precision, weight_decay)):
             expected, got = "data=held_out, and no prior of training", f"method={method!r}"
             raise ConfigurationError("A temperature is fitted to held-out data.", expected=expected, got=got)
-        return _by_temperature(posterior, data, progress=progress, **sampling)
+        return _by_temperature(posterior, data, link=link, n_samples=n_samples, generator=generator, progress=progress)
     known = check_training_prior(training_prior_precision, weight_decay)
     checks.choice("fallback", fallback, ("raise", "marginal_likelihood"))
     link = posterior.likelihood.links[0] if link is None else link

@@ -339,7 +339,11 @@ def _columns(
         found |= _classes(prediction, targets.nan_to_num(0).long(), density, level, given)
     else:
         if isinstance(likelihood, GivenNoise):
-            prediction = _with_noise(prediction, likelihood.rows(prediction.functional_mean, batch.target)[1][..., 1])
+            noise = likelihood.rows(prediction.functional_mean, batch.target)[1][..., 1]  # of each target, [N, C]
+            mean, known = prediction.mean.flatten(0, -2), prediction.epistemic.flatten(0, -2)
+            outputs = torch.cat([mean, 2 * noise.nan_to_num(1.0).log()], -1)
+            known = torch.cat([known, torch.zeros_like(known)], -1)
+            prediction = from_functional(HeteroscedasticGaussian(), outputs, known)
         ends = None if sets is None else sets.interval(batch.inputs, generator=generator)
         found |= {"loss": -density, **_numbers(prediction, targets.double(), level, ends)}
     found["example"] = torch.arange(batch.size, device="cpu").repeat_interleave(n // batch.size)
@@ -367,13 +371,6 @@ def _classes(prediction: Prediction, labels: Tensor, density: Tensor, level: flo
         f"coverage_{100 * level:g}": covered.double(),
         f"size_{100 * level:g}": sets.sum(1).double(),
     }
-
-
-def _with_noise(prediction: Prediction, noise: Tensor) -> Prediction:
-    """The prediction with a noise of each target, ``[N, C]``."""
-    mean, known = prediction.mean.flatten(0, -2), prediction.epistemic.flatten(0, -2)
-    outputs = torch.cat([mean, 2 * noise.nan_to_num(1.0).log()], -1)
-    return from_functional(HeteroscedasticGaussian(), outputs, torch.cat([known, torch.zeros_like(known)], -1))
 
 
 def _numbers(prediction: Prediction, y: Tensor, level: float, ends: Any) -> dict[str, Tensor]:

@@ -89,10 +89,9 @@ def _decompose(matrices: Tensor, driver: str) -> Eigen:
 def _by_torch(matrices: Tensor) -> Eigen:
     """The batched solver, or QR iterations where it does not converge."""
     try:
-        values, vectors = torch.linalg.eigh(matrices)
+        return torch.linalg.eigh(matrices)
     except torch.linalg.LinAlgError:
-        values, vectors = _by_scipy(matrices.cpu(), "ev")
-    return values.to(matrices.device), vectors.to(matrices.device)
+        return _by_scipy(matrices.cpu(), "ev")
 
 
 def _by_scipy(matrices: Tensor, driver: str) -> Eigen:

@@ -91,7 +91,7 @@ def matrix_function(
         tensor([1., 2., 3.])
     """
     start = start_vectors(v, depth)
-    space = SpectralSpace(matvec, start, depth, parameters=parameters)
+    space = SpectralSpace(map_of(matvec, start, symmetric=True, parameters=parameters), start, depth)
     coordinates, error = space.evaluated(partial(space.coordinates, f))
     now = coordinates.detach()
     converged, matvecs, shape = _has_converged(space, error, now), space.operator.matvecs, start.shape
@@ -122,7 +122,7 @@ def _two_sided(
     unit = torch.where(alive, cotangents, space.vectors[:, 0])
     # As many steps were asked for; where the space of v ended early, that of u may be larger.
     other_start = (unit[0] if start.ndim == 1 else unit).to(start.dtype)
-    other = SpectralSpace(matvec, other_start, space.requested, parameters=())
+    other = SpectralSpace(map_of(matvec, other_start, symmetric=True, parameters=()), other_start, space.requested)
     mu, left = other.spectrum()
     lam, right = space.spectrum()
     to_start = other.combine(alive * other.coordinates(f).detach())

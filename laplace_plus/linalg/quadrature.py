@@ -43,9 +43,6 @@ SpectralFunction = Callable[[Tensor], Tensor]
 class SpectralSpace(KrylovSpace):
     """A Krylov space of a symmetric operator, and functions of the operator on it."""
 
-    def __init__(self, matvec: Matvec, start: Tensor, depth: int, *, parameters: Iterable[Tensor] | None = None):
-        super().__init__(map_of(matvec, start, symmetric=True, parameters=parameters), start, depth)
-
     def evaluated(self, evaluate: Callable[[int | None], Tensor]) -> tuple[Tensor, Tensor]:
         """A result and its errors ``[batch]``.
 
@@ -269,7 +266,7 @@ def slq_trace(
         operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
         return _exact(operator, f, torch.eye(n, dtype=dtype, device=device))
     drawn = draw_probes("signs", probes, n, generator=generator, dtype=dtype, device=device)
-    space = SpectralSpace(matvec, drawn, depth, parameters=parameters)
+    space = SpectralSpace(map_of(matvec, drawn, symmetric=True, parameters=parameters), drawn, depth)
     forms, change = space.evaluated(partial(space.quadrature, f))
     matvecs, wide, samples = space.operator.matvecs, working_type(dtype), forms.detach()[:, 0]
     mean, sem, bias = samples.mean(), standard_error(samples), change.mean()

@@ -143,9 +143,8 @@ class ABNN(Posterior):
             parameters = [name for name in known if own[name].requires_grad]
         super().__init__(model, likelihood, parameters=parameters, **common)
         known, selected = norm_parameters(self.network.model), self.network.selected
-        if not all(item.name in known and item.mask is None for item in selected) or not any(
-            known[item.name] for item in selected
-        ):
+        whole = all(item.name in known and item.mask is None for item in selected)
+        if not whole or not any(known[item.name] for item in selected):
             what, expected = "Noise belongs to normalisation layers, whole γ with or without β.", "such as "
             expected += ", ".join([*known][:3])
             raise SelectionError(what, expected=expected, got=", ".join(self.parameter_names))

@@ -69,7 +69,12 @@ class SoftmaxOutputRows:
         """The curvature written out, ``[C·i, C·i]``."""
         size, width = self.scales.shape[1], self.features.shape[1]
         result = self.features.new_zeros(size, width, size, width)
-        own = self.scales * self._rest() if self.coupled else self.scales
+        own = self.scales
+        if (
+            self.coupled
+        ):  # p (1 − p); for the most probable class 1 − p is the sum of all others, which keeps its digits
+            top = own.argmax(1, keepdim=True)
+            own = own * (1 - own).scatter(1, top, own.scatter(1, top, 0.0).sum(1, keepdim=True))
         for c in range(size):
             row = own[:, c : c + 1]
             if self.coupled:
@@ -80,12 +85,6 @@ class SoftmaxOutputRows:
             result[c, :, c:last] = block
             result[c:last, :, c] = block.permute(1, 2, 0)
         return result.view(size * width, size * width)
-
-    def _rest(self) -> Tensor:
-        """``1 − p [N, C]``; for the most probable class the sum of all others, which keeps its digits beside one."""
-        top = self.scales.argmax(1, keepdim=True)
-        others = self.scales.scatter(1, top, 0.0).sum(1, keepdim=True)
-        return (1 - self.scales).scatter(1, top, others)
 
 
 class SoftmaxOutputFactor(Factor):

@@ -229,7 +229,15 @@ class LeaveOneOut:
         model = posterior.laplace_model()
         require_leave_one_out(posterior)
         data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
-        training = self._of_training(posterior, data, progress)
+        precision = self.training_prior_precision
+        if not check_training_prior(precision, self.weight_decay):
+            raise unknown_training_prior()
+        if self.weight_decay is not None:
+            seen = survey(model, posterior.network, data, posterior.n_data, progress=progress)
+            precision = precision_of_weight_decay(self.weight_decay, seen, model, posterior.temperature.detach())
+        assert precision is not None
+        training = as_hyperparameter(precision).detach()
+        model.prior(training)  # raises for an unusable precision
         initial = posterior.prior_precision.detach()
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
         if self.grid is None:
@@ -264,19 +272,6 @@ class LeaveOneOut:
             precisions=levels,
             losses=losses,
         )
-
-    def _of_training(self, posterior: Tunable, data: Iterable[Any], progress: bool) -> Tensor:
-        """The prior precision of training."""
-        model, precision = posterior.laplace_model(), self.training_prior_precision
-        if not check_training_prior(precision, self.weight_decay):
-            raise unknown_training_prior()
-        if self.weight_decay is not None:
-            seen = survey(model, posterior.network, data, posterior.n_data, progress=progress)
-            precision = precision_of_weight_decay(self.weight_decay, seen, model, posterior.temperature.detach())
-        assert precision is not None
-        training = as_hyperparameter(precision).detach()
-        model.prior(training)  # raises for an unusable precision
-        return training
 
 
 def left_out_losses(

@@ -177,7 +177,12 @@ class _Alternation:
                     break
                 accuracy = max(finest, _REFINED * accuracy)  # only the optimum's accuracy is missing
                 continue
-            point = self._update(now)
+            if now.norm <= _NEAR:
+                point = now.fixed_point_step("mackay")
+            else:
+                best, evaluations = now.ascend(self.options.tolerance, 2000, itertools.count())
+                self.n_evaluations += evaluations
+                point = best.logarithms
             # Compute θ only as accurately as the next update of Λ needs.
             accuracy = max(finest, min(accuracy, max(0.01 * now.norm**2, _REFINED * accuracy)))
         return now, optimum, trace
@@ -211,11 +216,3 @@ class _Alternation:
         energy = float((now.logarithms[: objective.n_precisions].exp() * objective.scatter()).sum())
         rounding = (100 * torch.finfo(self.tangent.vector.dtype).eps) ** 2 * max(1.0, abs(optimum.value))
         return max(self.options.tolerance**2 / (32 * max(1.0, energy)), rounding)
-
-    def _update(self, now: EvidencePoint) -> Tensor:
-        """Better hyperparameters for the present θ."""
-        if now.norm <= _NEAR:
-            return now.fixed_point_step("mackay")
-        best, evaluations = now.ascend(self.options.tolerance, 2000, itertools.count())
-        self.n_evaluations += evaluations
-        return best.logarithms

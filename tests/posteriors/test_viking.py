@@ -270,7 +270,7 @@ def test_steps_have_the_gradient_of_the_bound(problem, image_std):
     source = generator()
     noise = epoch_noise(bound_of, theta.detach(), source)
     weights = torch.randn(1, 8, generator=source.clone_state(), dtype=D)
-    (batch,) = bound_of.batches()
+    (batch,) = bound_of.posterior.batches(bound_of.data)
     terms = take_gradients(bound_of, batch, theta, logs, noise, source)
     xi = weights / weights.norm(dim=-1, keepdim=True) @ noise[1]
 

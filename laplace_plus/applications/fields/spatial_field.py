@@ -208,9 +208,8 @@ class SpatialField(GaussianPosterior):
         if joint:  # every ray's derivatives side by side, at the vertices that any of them touches
             touched, place = vertex.unique(return_inverse=True)
             empty = slopes.new_zeros(size, len(touched), *slopes.shape[1:])
-            left, right = (
-                empty.index_put((ray, place), own).transpose(1, 2).reshape(mean.numel(), -1) for own in (moved, slopes)
-            )
+            sides = (empty.index_put((ray, place), own).transpose(1, 2) for own in (moved, slopes))
+            left, right = (own.reshape(mean.numel(), -1) for own in sides)
             return FunctionalPosterior(mean, (left @ right.mT).view(*mean.shape, *mean.shape))
         products = (moved * slopes).sum(-1) if outputs == "diagonal" else moved @ slopes.mT
         found = products.new_zeros(size, *products.shape[1:]).index_add(0, ray, products)

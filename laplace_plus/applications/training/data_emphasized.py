@@ -245,15 +245,12 @@ class DataEmphasized:
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
     ) -> TuningResult:
         """The precisions; ConfigurationError where the weights equal the prior mean, or the data say nothing."""
-        model, groups = posterior.laplace_model(), None
-        index = torch.zeros_like(model.layer_index)
-        if self.structure != "scalar":
-            groups = chosen_groups(posterior, self.structure)
-            index = groups.index
+        model = posterior.laplace_model()
+        groups = None if self.structure == "scalar" else chosen_groups(posterior, self.structure)
+        index = (torch.zeros_like(model.layer_index) if groups is None else groups.index).cpu()
         kappa = emphasis_of(self.emphasis, len(index), posterior.n_data)
         trace = curvature_diagonal(model, model.weights()).cpu() / float(posterior.temperature.detach())
         squares = (posterior.mean - posterior.prior_mean.to(posterior.mean)).double().square().cpu()
-        index = index.cpu()
         sizes = torch.bincount(index).double()
         h, d = (torch.zeros_like(sizes).index_add(0, index, own) / sizes for own in (kappa * trace, squares))
         checks.positive("The least mean curvature of a group", float(h.min()))

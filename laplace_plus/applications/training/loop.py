@@ -66,7 +66,13 @@ class Loop:
         self.generators = _generators(network.device, [loader, other], generator)
         trained = [p for p in network.model.parameters() if p.requires_grad]
         self.optimizer = optimizer([*trained, *further], **optimizer_options)
-        _refuse_weight_decay(self.optimizer, network)
+        with_prior = {id(own) for name, own in uses(network.model).items() if name in network.parameter_names}
+        for group in self.optimizer.param_groups:
+            if group.get("weight_decay", 0) and any(id(own) in with_prior for own in group["params"]):
+                what = "The prior already is the weight decay, which would count twice."
+                got = f"{type(self.optimizer).__name__} with weight_decay={group['weight_decay']}"
+                fix = 'Pass optimizer_options={"weight_decay": 0, ...}.'
+                raise ConfigurationError(what, expected="an optimizer without weight decay", got=got, fix=fix)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         self.losses: list[float] = []
 
@@ -185,17 +191,6 @@ def _generators(device: torch.device, loaders: list[Any], generator: torch.Gener
         torch.cuda.init()
         held.append(torch.cuda.default_generators[device.index])
     return list({id(own): own for own in held if isinstance(own, torch.Generator)}.values())
-
-
-def _refuse_weight_decay(made: optim.Optimizer, network: Network) -> None:
-    """Raise ConfigurationError for a weight decay of parameters that have a prior."""
-    under_prior = {id(parameter) for name, parameter in uses(network.model).items() if name in network.parameter_names}
-    for group in made.param_groups:
-        if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
-            what = "The prior already is the weight decay, which would count twice."
-            got = f"{type(made).__name__} with weight_decay={group['weight_decay']}"
-            fix = 'Pass optimizer_options={"weight_decay": 0, ...}.'
-            raise ConfigurationError(what, expected="an optimizer without weight decay", got=got, fix=fix)
 
 
 def log_likelihood(likelihood: Likelihood, raw: Any, target: Any) -> Tensor:

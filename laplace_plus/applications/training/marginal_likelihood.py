@@ -372,10 +372,6 @@ class _Run:
                 value = posterior.log_marginal_likelihood(*(log.exp() for log in self._logs))
                 (-checks.finite("The evidence", value, _FIX)).backward()
                 self._optimizer.step()
-        self._apply()
-
-    def _apply(self) -> None:
-        """Give the posterior the levels of now."""
         levels = [log.detach().exp() for log in self._logs]
         checks.finite("A logarithm of a prior precision", levels[0].log(), _FIX)
         self.posterior.prior_precision = levels[0]

@@ -181,7 +181,11 @@ def prune(
             n = few
         vector, kept = units.pruned(rank, n, compensate=compensate), ~units.gone(rank, n)
         masks = refine(posterior.network.selected, kept)
-        return Pruned(_state(posterior, vector), masks, change[:n].cpu(), order[:n].cpu(), grown)
+        state, others = copy.deepcopy(network.model.state_dict()), tied_names(network.model)
+        for name, value in network.substitute(vector).items():
+            for known in (name, *others.get(name, ())):
+                state[known] = value.to(state[known], copy=True)
+        return Pruned(state, masks, change[:n].cpu(), order[:n].cpu(), grown)
 
 
 class _Units:
@@ -314,13 +318,3 @@ def _check(posterior: Any, criterion: str) -> None:
     if odd:
         what, expected = "These parameters cannot be pruned.", "whole tensors that the network multiplies by"
         raise UnsupportedError(what, expected=expected, got=", ".join(odd[:4]))
-
-
-def _state(posterior: GaussianPosterior, vector: Tensor) -> dict[str, Tensor]:
-    """The model's, with a parameter vector in it."""
-    network = posterior.network
-    state, others = copy.deepcopy(network.model.state_dict()), tied_names(network.model)
-    for name, value in network.substitute(vector).items():
-        for known in (name, *others.get(name, ())):
-            state[known] = value.to(state[known], copy=True)
-    return state

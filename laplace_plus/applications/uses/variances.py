@@ -89,7 +89,5 @@ def adopt_variances(posterior: Diagonal, variance: Tensor, n_data: int, n_output
     each = values.clamp(min=0) / (len(weights) * weights[:, None])  # at unit noise, [K, P]
     size = 2 * len(weights) if posterior.likelihood.noise_std is not None else 1
     unknown = torch.full((size,), torch.nan, dtype=torch.float64)
-    block = DiagonalBlock(each.to(network.dtype)[:, None, None])
-    mean = network.vector()
-    curvature = Curvature([(whole_layout(network), block)])
-    posterior.set_state(TaskSums(mean, n_data, n_outputs, curvature, unknown))
+    curvature = Curvature([(whole_layout(network), DiagonalBlock(each.to(network.dtype)[:, None, None]))])
+    posterior.set_state(TaskSums(network.vector(), n_data, n_outputs, curvature, unknown))

@@ -92,10 +92,6 @@ class ELBO:
     data: Iterable[Any]
     n_data: int
 
-    def batches(self) -> Iterable[Batch]:
-        """One pass over the data."""
-        return self.posterior.batches(self.data)
-
     def expected_nll(self, outputs: Tensor, target: Any) -> Tensor:
         """The mean over samples' outputs ``[k, B, *, C]`` of a batch's negative log-likelihood, divided by T."""
         likelihood, temperature = self.posterior.likelihood, float(self.posterior.temperature.detach())
@@ -188,7 +184,7 @@ class BoundAtMean:
             for outputs, tangents, target in self._pushed:
                 yield mirrored(outputs, deviations(logs, *tangents.chunk(2))), target
             return
-        for batch in self.elbo.batches():
+        for batch in self.elbo.posterior.batches(self.elbo.data):
             moves = deviations(logs, self.noise.null_space, self.noise.range)
             yield of_networks(self.network, batch.inputs, self._mean, moves), batch.target
 
@@ -199,7 +195,7 @@ class BoundAtMean:
         with torch.no_grad():
             return [
                 (*pushed(self.network, vectors, batch.inputs, n_outputs=n), batch.target)
-                for batch in self.elbo.batches()
+                for batch in self.elbo.posterior.batches(self.elbo.data)
             ]
 
 
@@ -251,7 +247,7 @@ def trained_mean(elbo: ELBO, logs: Tensor, seed: int, *, progress: bool) -> tupl
     for epoch in progress_bar(epochs, enabled=progress, description="VIKING: epochs"):
         source = stage_generator(seed, epoch + 1)
         noise = epoch_noise(elbo, theta.detach(), source)
-        for batch in elbo.batches():
+        for batch in elbo.posterior.batches(elbo.data):
             mean = theta if epoch >= options.scale_epochs else theta.detach()
             history.append(take_gradients(elbo, batch, mean, logs, noise, source))
             optimizer.step()  # passes over a mean without gradient
