@@ -265,8 +265,7 @@ def test_weights_at_the_prior_mean(method, structure):
     supremum = net(x).log_softmax(-1).gather(1, y[:, None]).sum().item()
     assert posterior.tuning.converged
     assert supremum - PROMISED < posterior.tuning.value <= supremum + 1e-9
-    assert posterior.prior_precision.min() > 1e3
-    assert torch.isfinite(posterior.predictive(x).mean).all()
+    assert posterior.prior_precision.min() > 1e3 and posterior.predictive(x).mean.isfinite().all()
 
 
 @pytest.mark.quick("marginal_likelihood", "em")
@@ -275,8 +274,17 @@ def test_an_unfinished_tuning_says_so(method):
     posterior = fitted(lp.Full, "regression")[0]
     with pytest.warns(ConvergenceWarning, match="max_iterations"):
         posterior.fit_prior_precision(method, "diagonal", max_iterations=1)
+    assert not posterior.tuning.converged and posterior.tuning.gradient_norm > 1e-3
+
+
+def test_a_small_gain_far_from_the_optimum_is_no_convergence():
+    """Three steps leave a thousandth of a nat, and a precision that is 3.6 % off."""
+    torch.manual_seed(0)
+    x, net = torch.randn(20, 4).double() * torch.tensor([30, 1, 0.1, 0.01]), nn.Linear(4, 2).double()
+    posterior = lp.Full(net, "classification").fit([(x, (x[:, 0] > 10 * torch.randn(20)).long())])
+    with pytest.warns(ConvergenceWarning, match="max_iterations"):
+        posterior.fit_prior_precision("em", max_iterations=3)
     assert not posterior.tuning.converged
-    assert posterior.tuning.gradient_norm > 1e-3
 
 
 def test_perfect_fit_has_a_bounded_noise():
@@ -286,8 +294,7 @@ def test_perfect_fit_has_a_bounded_noise():
     posterior = lp.Full(net, "regression").fit([(x, net(x).detach())])
     with pytest.warns(lp.errors.ConvergenceWarning, match="limits of the search"):
         posterior.fit_prior_precision("marginal_likelihood")
-    assert not posterior.tuning.converged
-    assert math.isfinite(posterior.tuning.value)
+    assert not posterior.tuning.converged and math.isfinite(posterior.tuning.value)
     assert 0 < posterior.noise_std < 1e-6
 
 

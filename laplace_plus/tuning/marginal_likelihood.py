@@ -224,24 +224,24 @@ class EvidencePoint:
         moved = rows @ torch.linalg.pinv((hessian + hessian.mT) / 2)
         return value, float(standard_error(moved)[: objective.n_precisions].max())
 
-    def predicted_gain(self) -> float:
-        """The gain of the best step along the gradient, in nats, by a quadratic model.
+    def is_near(self, tolerance: float) -> bool:
+        """Whether the best step along the gradient gains so few nats, and changes logarithms by :data:`KNOWN` at most.
 
         The evidence of millions of parameters is large. Rounding hides small gains, and gradients miss their tolerance.
         """
         slope, step = self.free.norm(), 1e-2
         ahead = self.objective.at(self.logarithms + step * self.free / slope).gradient
         curvature = (slope - ahead @ self.free / slope) / step
-        return (slope.square() / (2 * curvature)).item() if curvature > 0 else math.inf
+        return bool(curvature > 0 and slope / curvature <= KNOWN and slope.square() / (2 * curvature) <= tolerance)
 
     def has_converged(self, tolerance: float, what: str, advice: str, *, accurate: bool = True) -> bool:
-        """Whether no derivative, or no gain, exceeds the tolerance, and the weights are ``accurate``; warns if not."""
+        """Whether derivatives are within the tolerance, or the best is near, and weights ``accurate``; warns if not."""
         if self.pressing > tolerance:
             reason = (
                 f"at the limits of the search, where the evidence still rises by {self.pressing:.2g} nats for each "
                 "e-fold of a hyperparameter: the data do not determine it. Is the fit exact?"
             )
-        elif accurate and (self.norm <= tolerance or self.predicted_gain() <= tolerance):
+        elif accurate and (self.norm <= tolerance or self.is_near(tolerance)):
             return True
         else:
             reason = f"with a derivative of {self.norm:.2g} nats (tolerance {tolerance:.2g}) {advice}."
@@ -418,7 +418,7 @@ class MarginalLikelihood(EvidenceTuner):
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: Training data, for ``"normalized_groups"`` alone; by default the loaders of the fit.
         tolerance: In nats. Converged when no derivative of the evidence by a log hyperparameter exceeds this, or the
-            best step along the gradient would gain less.
+            best step along the gradient would gain less, and change no hyperparameter by more than 1 %.
         max_iterations: Largest number of iterations.
 
     Raises:
