@@ -315,8 +315,7 @@ def _weights(scores: Tensor, weight: Any) -> Tensor:
 
 
 def _like(scores: Any, value: Tensor) -> Tensor:
-    dtype = value.dtype if _is_prediction(scores) else _tensor(scores).dtype
-    return value.to(torch.promote_types(dtype, torch.float32))
+    return value.to(torch.promote_types((value if _is_prediction(scores) else _tensor(scores)).dtype, torch.float32))
 
 
 # -- regression -------------------------------------------------------------------------------------------------------
@@ -403,8 +402,9 @@ def _rows(given: Any, targets: Any, weight: Any, *parts: str) -> tuple[list[Tens
         return [_tensor(given)], targets, weight
     likelihood, targets = given.likelihood, each(lambda own: own.to(given.functional_mean.device), targets)
     _, targets, share = likelihood.rows(given.functional_mean, targets)
-    columns = [getattr(given, part).flatten(0, -2) for part in parts] or [likelihood.class_probabilities(given.mean)]
+    columns = [getattr(given, part).flatten(0, -2 if targets.dim() > 1 else -1) for part in parts]
     if not parts:
+        columns = [likelihood.class_probabilities(given.mean)]
         targets = targets if likelihood.couples_outputs else targets.reshape(-1)
         share = share.repeat_interleave(len(columns[0]) // len(share))
         if targets.dim() == 1:  # no soft labels

@@ -458,6 +458,7 @@ def test_further_names_of_tied_parameters_mean_one_use_alone():
     assert names({"2.weight": every}) == ["2.weight"]
     with pytest.raises(SelectionError, match="has a mask already"):
         select(net, {"0.weight": every, "2.weight": every})
+    assert lp.Diagonal(net, "classification").layer_names == ("0", "2")  # the second has its bias alone
 
 
 def test_messages_about_names_show_how_to_find_them():

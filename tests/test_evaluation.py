@@ -354,3 +354,41 @@ def test_metrics_take_predictions_and_arrays():
     doubts = metrics.uncertainty(prediction), metrics.uncertainty(strange)
     close(metrics.ood_auroc(prediction, strange), metrics.ood_auroc(*doubts))
     close(metrics.ood_auroc(doubts[0].numpy(), doubts[1].numpy()), metrics.ood_auroc(*doubts))
+
+
+def test_several_targets_have_a_density_alone():
+    x, targets = normal(9, 2), {"a": normal(9, seed=1), "b": normal(9, seed=2)}
+
+    def density(f, y):
+        return -(f - torch.stack([y["a"], y["b"]], 1)).square().sum(1)
+
+    posterior = lp.Full(nn.Linear(2, 2).double(), density).fit([(x, targets)])
+    report = lp.evaluate(posterior, [(x, targets)])
+    close(report["negative_log_likelihood"].network, -density(posterior.network.forward(x), targets).mean())
+    with pytest.raises(UnsupportedError, match=r"several targets.*log_prob"):
+        lp.conformalize(posterior, [(x, targets)])
+
+
+def test_several_outputs_of_one_number():
+    def law(f):
+        return torch.distributions.Normal(f[..., 0], f[..., 1].exp())
+
+    x, y = normal(12, 3), normal(12, seed=1)
+    likelihood = lp.LogDensity(lambda f, y: law(f).log_prob(y), law, positive_part=True)
+    posterior = lp.Full(nn.Linear(3, 2).double(), likelihood).fit([(x, y)])
+    own, prediction = law(posterior.network.forward(x)), posterior.predictive(x)
+    close(lp.evaluate(posterior, [(x, y)])["crps"].network, metrics.crps_gaussian(own.mean, own.variance, y))
+    assert prediction.mean.shape == prediction.std.shape == prediction.quantile(0.5).shape == (12, 1)
+    close(metrics.root_mean_squared_error(prediction, y), (prediction.mean[:, 0] - y).square().mean().sqrt())
+    assert lp.conformalize(posterior, [(x, y)], level=0.8).interval(x)[0].shape == (12, 1)
+
+
+def test_inputs_of_another_length_than_the_targets():
+    x, y = (torch.arange(11) % 6, torch.tensor([0, 4, 6])), torch.tensor([0, 1, 1])
+    posterior = lp.KFAC(nn.EmbeddingBag(6, 2).double(), "classification").fit([(x, y)])
+    report = lp.evaluate(posterior, [(x, y)], other=[(x, y)])
+    close(report["negative_log_likelihood"].network, nn.functional.cross_entropy(posterior.network.forward(x), y))
+    many, prior = lp.Full(posterior.model, "classification").fit([(x, y)], n_trained=30), torch.eye(12).double()
+    assert report.n_examples == 3
+    posterior = lp.Full(posterior.model, "classification").fit([(x, y)])
+    assert_close(many.precision_matrix() - prior, 10 * (posterior.precision_matrix() - prior))

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from laplace_plus import checks
 from laplace_plus.applications.mixtures import predictor
 from laplace_plus.applications.serving import freeze
+from laplace_plus.checks import describe
 from laplace_plus.errors import DataError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import refuse_several_targets
 from laplace_plus.network.batches import batch_size, iterate, to_device
 from laplace_plus.persistence import stored
 from laplace_plus.posteriors import Posterior
@@ -266,8 +266,13 @@ def _groups_of(x: Any, by: Any, n_rows: int) -> Tensor:
     return groups.repeat_interleave(n_rows // len(groups))
 
 
-def observed(prediction: Prediction, likelihood: Likelihood, target: Any) -> tuple[Tensor, Tensor]:
-    """Labels ``[N]`` or numbers ``[N, C]`` of a batch's targets, and how often each counts; DataError for others."""
+def observed(
+    prediction: Prediction, likelihood: Likelihood, target: Any, *, several: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Labels ``[N]`` or numbers ``[N, C]`` of a batch's targets, and how often each counts; DataError for others.
+
+    No numbers, ``[N, 0]``, of ``several`` targets, where these are allowed; else UnsupportedError.
+    """
     outputs = prediction.functional_mean
     target = to_device(target, outputs.device)
     likelihood.validate(outputs, target)
@@ -277,7 +282,10 @@ def observed(prediction: Prediction, likelihood: Likelihood, target: Any) -> tup
             raise DataError("Soft labels have no score.", expected="class indices", got="probabilities")
         return targets.flatten(), (share[:, None] * ~targets.reshape(len(share), -1).isnan()).flatten()
     if not isinstance(targets, Tensor):
-        refuse_several_targets(likelihood, targets)
+        if several:
+            return share.new_empty(len(share), 0), share[:, None]
+        expected, fix = "one tensor as a target", "Take predictive(x).log_prob(y), or lp.evaluate."
+        likelihood.lacks("gives several targets no common score", expected=expected, got=describe(target), fix=fix)
     values = (targets[..., 0] if targets.dim() > 2 else targets).reshape(len(share), -1)  # noqa: PLR2004 - given noise
     return values, share[:, None] * ~values.isnan()
 

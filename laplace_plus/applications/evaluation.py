@@ -37,7 +37,7 @@ from laplace_plus.applications.through import Through
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.gaussian import GivenNoise, HeteroscedasticGaussian
-from laplace_plus.network.batches import Batch, batch_size, inputs_of, iterate
+from laplace_plus.network.batches import Batch, inputs_of, iterate
 from laplace_plus.network.network import Network, exact_arithmetic
 from laplace_plus.persistence import replacing
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -267,8 +267,9 @@ def evaluate(
     for item in progress_bar(other, enabled=progress, description="evaluate: other data") if other is not None else ():
         inputs = network.receive(inputs_of(item, whole=network.lists))
         for method in methods.values():
-            doubt = metrics.uncertainty(method.predict(inputs, generator=generator, **options)).double().cpu()
-            example = torch.arange(batch_size(inputs), device="cpu").repeat_interleave(len(doubt) // batch_size(inputs))
+            prediction = method.predict(inputs, generator=generator, **options)
+            doubt, n = metrics.uncertainty(prediction).double().cpu(), len(prediction.functional_mean)
+            example = torch.arange(n, device="cpu").repeat_interleave(len(doubt) // n)
             method.strange.append({"strange": doubt, "strange_example": example})
     rows = {label: {**_joined(own.parts), **_joined(own.strange)} for label, own in methods.items()}
     checks.count("The number of targets that count", len(rows["network"]["loss"]))
@@ -330,7 +331,7 @@ def _columns(
     """Columns of a batch's rows that count, on the CPU."""
     likelihood, sets = method.likelihood, method.conformal
     likelihood.require_own_rows("Rows that depend on each other have no scores of their own.")
-    targets, share = observed(prediction, likelihood, batch.target)
+    targets, share = observed(prediction, likelihood, batch.target, several=True)
     density = prediction.log_prob(likelihood.separate(batch.target)[0]).flatten().double()
     found = {"uncertainty": metrics.uncertainty(prediction), "weight": share.reshape(len(targets), -1).amax(1)}
     n = len(targets)

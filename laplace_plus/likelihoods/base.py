@@ -400,14 +400,16 @@ class Likelihood(ABC):
         return self.sample(outputs, generator=generator)
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and variance of ``p(y|f)`` (for classes ``p`` and ``p (1 - p)``), or the outputs and ``None``."""
+        """Mean and variance of ``p(y|f)``, ``[..., K]`` of classes ``p`` and ``p (1 - p)``; or outputs and ``None``."""
         try:
             distribution = self.distribution(outputs)
         except UnsupportedError:
             return outputs, None
         if isinstance(distribution, Categorical):
             return distribution.probs, distribution.probs * (1 - distribution.probs)
-        return distribution.mean, distribution.variance
+        mean, variance = distribution.mean, distribution.variance
+        is_one = mean.dim() < outputs.dim()  # number for each row
+        return (mean.unsqueeze(-1), variance.unsqueeze(-1)) if is_one else (mean, variance)
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """Probabilities ``[N, K]`` of the classes of each observed label, from means ``E[y] [B, *, C]``."""

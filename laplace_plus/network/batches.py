@@ -50,8 +50,8 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """The number of examples; see :func:`batch_size`."""
-        return batch_size(self.inputs)
+        """The number of examples, by the target; inputs may be of other lengths, such as tokens beside offsets."""
+        return batch_size(self.target)
 
 
 class Examples(list[Any]):

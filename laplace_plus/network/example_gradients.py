@@ -22,17 +22,17 @@ from laplace_plus.network import batches
 
 
 def per_example_gradients(
-    network: Callable[[Any, dict[str, Tensor]], Tensor], inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
+    network: Callable[..., Tensor], inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor, differentiable: bool
 ) -> dict[str, Tensor]:
     """Vector-Jacobian products of each example on its own, ``[V, B, *shape]`` for each chosen parameter.
 
     ``cotangents`` are ``[V, B, *, C]``, and ``network`` maps a batch's inputs and some parameters to ``[B, *, C]``.
+    Inputs may require gradients for the network's own use: they flow there only if ``differentiable``.
     """
     leaves, rebuild = batches.flatten(inputs)
     size = cotangents.shape[1]
     is_mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
     examples = [leaf for leaf, use in zip(leaves, is_mapped, strict=True) if use]
-    differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
     def single(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
         rows = iter(example)

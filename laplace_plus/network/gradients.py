@@ -97,7 +97,8 @@ class Gradients:
                         fix = "Leave it out of the selection. A tied embedding's head is parameters='last_layer'."
                         raise UnsupportedError(what, expected="linear maps, convolutions, embeddings, norms", fix=fix)
                     chosen = {own.layout.names[0]: every[own.layout.names[0]] for own in self._plans if not own.members}
-                    general = per_example_gradients(self.network, self.capture.inputs, chosen, cotangents)
+                    inputs, keeps = self.capture.inputs, self.capture.differentiable
+                    general = per_example_gradients(self.network, inputs, chosen, cotangents, keeps)
                 # A parameter may be 0-d.
                 flat = general[plan.layout.names[0]].reshape(*cotangents.shape[:2], 1, 1, -1)
                 uses.append(DenseGradients(flat))

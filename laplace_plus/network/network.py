@@ -222,7 +222,7 @@ class Network:
         result, lead = {}, vectors.shape[:-1]
         for item, entries in zip(self.selected, vectors.split([item.size for item in self.selected], -1), strict=True):
             original = self.tensor(item.name).detach()
-            entries = entries.to(original.dtype)
+            entries = entries.to(original.dtype, copy=not lead)  # complex views of them begin at even places
             if item.mask is not None:
                 index = item.mask.to(original.device).nonzero().squeeze(-1)
                 entries = original.flatten().expand(*lead, -1).index_copy(-1, index, entries)
@@ -341,7 +341,7 @@ class Network:
             except NETWORK_ERRORS:  # some operation that cannot be batched
                 pass
         with torch.enable_grad():  # as in forward
-            sets = ({name: own[n].detach() for name, own in stacked.items()} for n in range(len(vectors)))
+            sets = ({name: own[n].detach().clone() for name, own in stacked.items()} for n in range(len(vectors)))
             return [self(inputs, one).detach() for one in sets]
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -360,7 +360,7 @@ class Network:
 
         For posteriors of one's own. ``cotangents`` is ``[V, B, *, C]``.
         """
-        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
+        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents, False)
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
@@ -420,6 +420,8 @@ def _two_ways(inputs: Any) -> DataError:
 def _failed(error: Exception, inputs: Any) -> InputError:
     what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
     fix = "Look at the error above this one, and call the model on such a batch yourself."
+    if "does not require grad" in str(error):
+        fix = "Weights are constants here: before forward differentiates by h, let it do h.requires_grad_()."
     if isinstance(inputs, tuple):  # (x, y, w) or (x, y, index): all but the last entry were taken for inputs
         fix += " The last of a batch's entries is its target. Weights w of examples come with theirs, as (x, (y, w)), "
         fix += "and with weighted=True in the likelihood, such as lp.Categorical(weighted=True). Leave an index out: "

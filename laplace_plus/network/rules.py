@@ -115,7 +115,7 @@ def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
 def _embedding(find: Finder, *args: Any, **kwargs: Any) -> Call | None:
     given = _arguments(F.embedding, args, kwargs)
     value, weight, padding = given["input"], given["weight"], given["padding_idx"]
-    if given["max_norm"] is not None or given["scale_grad_by_freq"] or weight.ndim != 2:
+    if given["max_norm"] is not None or weight.ndim != 2:
         return None
     n_rows, axes = len(weight), tuple(range(value.ndim))
     padding = None if padding is None else padding % n_rows

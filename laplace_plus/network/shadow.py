@@ -126,8 +126,8 @@ class Shadow:
             if (value and key not in _OWN) if key in _STANDARD else type(value) not in _SHARED:
                 own[key] = self.mapped(value)
         own["training"], own["_compiled_call_impl"] = False, None
-        if theirs.get("sparse") is True:  # of an embedding: sparse gradients have few operations
-            own["sparse"] = False
+        # Of an embedding: sparse gradients have few operations, scaled ones are no derivatives.
+        own.update({key: False for key in ("sparse", "scale_grad_by_freq") if theirs.get(key) is True})
         own["_parameters"] = parameters = theirs["_parameters"].copy()
         if self.sharded is not None and any(map(is_sharded, parameters.values())):
             own["_parameters"], parameters = self.sharded(theirs["_parameters"]), {}

@@ -343,8 +343,8 @@ class SampleBased(Predicting):
         Returns:
             ``[n, P]``.
         """
-        checks.count("n", n)
-        return torch.addmm(self.mean, self._combinations(n, generator), self._deviations())
+        result = checks.zeros("The matrix of samples", checks.count("n", n), len(self.mean), self.mean)
+        return result.add_(self.mean).addmm_(self._combinations(n, generator), self._deviations())
 
     def _combinations(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Weights ``[n, k]`` with which combinations of samples have their covariance."""

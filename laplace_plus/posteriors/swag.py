@@ -351,12 +351,12 @@ class SWAG(Posterior):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        checks.count("n", n)
         self.require_fit()
+        result = checks.zeros("The matrix of samples", checks.count("n", n), len(self.mean), self.mean)
         deviations = self._deviations()
         shapes = (n, len(self.mean)), (n, len(deviations))
         diagonal, low = (standard_normal(shape, like=self.mean, generator=generator) for shape in shapes)
-        return torch.addmm(self.mean + diagonal * self._variance().sqrt(), low, deviations)
+        return result.addmm_(low, deviations).add_(self.mean + diagonal * self._variance().sqrt())
 
     @full_precision
     def variance(self) -> Tensor:

@@ -222,7 +222,7 @@ class Prediction:
         if found is None:
             what, fix = "has no quantile function.", "prediction.distribution.sample((1000,)).quantile(q, dim=0)"
             raise UnsupportedError(f"{type(distribution).__name__} {what}", fix=f"Draw targets: {fix}.")
-        return found if levels.ndim else found[0]
+        return found.reshape(*levels.shape, *self.mean.shape)
 
     def interval(self, level: float | Tensor = 0.95) -> tuple[Tensor, Tensor]:
         """Ends of the central interval that contains a new ``y`` with probability ``level``, of each entry by itself.

@@ -308,3 +308,12 @@ def test_what_is_no_gap():
     noisy[0, 0, 1] = NAN
     with pytest.raises(LabelError, match="s > 0"):
         lp.Full(net, lp.GivenNoise(1.0)).fit([(x, noisy)])
+
+
+def test_a_convolution_takes_batches_of_which_nothing_was_observed():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(9, 2)).double()
+    x, y = torch.randn(6, 2, 5).double(), torch.randn(6, 2).double()
+    batches = [(x, y), (x, y * NAN)]
+    found, wanted = (lp.KFAC(net, "regression").fit(data).precision_matrix() for data in (batches, batches[:1]))
+    assert_close(found, wanted)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import laplace_plus as lp
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.errors import InputError, UnsupportedError
 
 D = torch.float64
 pytestmark = [
@@ -63,6 +63,21 @@ class Hamilton(nn.Module):
         return torch.stack([slope[:, 1], -slope[:, 0]], 1)
 
 
+class Forces(nn.Module):
+    """The slope of an energy in the inputs, which come to require gradients, or in a layer's outputs."""
+
+    def __init__(self, inner=False):
+        super().__init__()
+        self.lift, self.energy, self.inner = nn.Linear(2, 4), nn.Linear(4, 1), inner
+
+    def forward(self, x):
+        hidden = torch.tanh(self.lift(x if self.inner else x.requires_grad_()))
+        (slope,) = torch.autograd.grad(
+            self.energy(hidden).square().sum(), hidden if self.inner else x, create_graph=True
+        )
+        return slope
+
+
 class Spectral(nn.Module):
     """A spectral convolution with complex weights, or with real ones that are read as complex."""
 
@@ -70,11 +85,12 @@ class Spectral(nn.Module):
         super().__init__()
         self.lift, self.out = nn.Linear(1, 2), nn.Linear(2, 2)
         weight = torch.randn(2, 2, 3, 2, dtype=D) / 3
+        self.scale = nn.Parameter(torch.ones(1, dtype=D))  # after which the weight begins at an odd place
         self.weight = nn.Parameter(torch.view_as_complex(weight) if is_complex else weight)
 
     def forward(self, x):
         weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-        v = self.lift(x[..., None]).movedim(-1, 1)
+        v = self.scale * self.lift(x[..., None]).movedim(-1, 1)
         modes = torch.fft.rfft(v)
         kept = torch.zeros_like(modes)
         kept[..., :3] = torch.einsum("bim,iom->bom", modes[..., :3], weight)
@@ -84,7 +100,8 @@ class Spectral(nn.Module):
 class Recommender(nn.Module):
     def __init__(self):
         super().__init__()
-        self.users, self.items = (nn.Embedding(n, 3, sparse=True, max_norm=1.0) for n in (6, 5))
+        self.users = nn.Embedding(6, 3, sparse=True, max_norm=1.0)
+        self.items = nn.Embedding(5, 3, scale_grad_by_freq=True)  # which is no derivative
         self.out = nn.Linear(6, 2)
 
     def forward(self, user, item):
@@ -127,6 +144,7 @@ def cases():
         "heads": (Heads(), tasks),
         "residual": (Residual(), [(normal(6, 2), normal(6, 1)) for _ in range(2)]),
         "hamilton": (Hamilton(), [(normal(6, 2), normal(6, 2)) for _ in range(2)]),
+        "forces": (Forces(), [(normal(6, 2), normal(6, 2)) for _ in range(2)]),
         "complex": (Spectral(True), [(normal(5, 8), normal(5, 2)) for _ in range(2)]),
         "read as complex": (Spectral(False), [(normal(5, 8), normal(5, 2)) for _ in range(2)]),
         "recommender": (Recommender(), [((users[:5], items[:5]), labels[:5]), ((users[5:], items[5:]), labels[5:])]),
@@ -158,7 +176,7 @@ def dense(model, inputs):
     """Outputs and their Jacobian in the real weights, by one plain backward pass for each output."""
     model = copy.deepcopy(model).eval()
     for module in model.modules():
-        module.sparse = False
+        module.sparse = module.scale_grad_by_freq = False
     leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if trained(n, p)}
     used = {name: leaf.clone() for name, leaf in leaves.items()}  # a largest norm writes to them
     outputs = functional_call(model, used, inputs if isinstance(inputs, tuple) else (inputs,))
@@ -184,7 +202,7 @@ def ggn(model, likelihood, data):
 ALIKE = ("GRU", "RNN", "GRUCell", "read as complex")
 
 
-@pytest.mark.quick("heads", "residual", "hamilton", "complex", "recommender", "LSTM")
+@pytest.mark.quick("heads", "residual", "forces", "complex", "recommender", "LSTM")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in NAMES])
 def test_the_curvature_is_that_of_plain_derivatives(name):
     model, likelihood, data = problem(name)
@@ -204,11 +222,11 @@ def test_the_curvature_is_that_of_plain_derivatives(name):
     torch.testing.assert_close(low.covariance_matrix(), precision.inverse(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.quick("complex-KFAC", "heads-KFAC", "LSTM-KFAC", "complex-SWAG", "recommender-subnetwork")
+@pytest.mark.quick("read as complex-KFAC", "heads-KFAC", "LSTM-KFAC", "complex-SWAG", "recommender-subnetwork")
 @pytest.mark.parametrize(
     ("name", "cls"),
     [
-        *((name, lp.KFAC) for name in ("heads", "residual", "complex", "recommender", "LSTM")),
+        *((name, lp.KFAC) for name in ("heads", "residual", "read as complex", "recommender", "LSTM")),
         *((name, lp.SWAG) for name in ("heads", "complex")),
         *((name, "subnetwork") for name in ("residual", "recommender")),
     ],
@@ -268,3 +286,8 @@ def test_parameters_that_are_made_anew_are_refused():
 
     with pytest.raises(UnsupportedError, match="makes its parameters anew"):
         lp.KFAC(Anew(2, 2), "classification")
+
+
+def test_the_error_says_what_to_write_where_weights_are_constants():
+    with pytest.raises(InputError, match=r"Weights are constants.*h.requires_grad_\(\)"):
+        lp.Full(Forces(inner=True).double(), lp.Gaussian()).fit([(normal(6, 2), normal(6, 4))])
