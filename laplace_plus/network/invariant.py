@@ -59,7 +59,7 @@ def examined(network: Network, capture: Capture) -> Examined:
     if not capture.pointwise:
         where, leaves = places(capture.graph_outputs, [call.edge for call in capture.calls])
     is_alike = n == 1 or capture.pointwise or where is not None
-    reached = frozenset(name for name, leaf in capture.leaves.items() if id(leaf) in leaves)
+    reached = frozenset([name for name, leaf in capture.leaves.items() if id(leaf) in leaves])
     kind = [n == 1, capture.pointwise, frozenset(capture.uncovered), reached]
     for number, call in enumerate(capture.calls):
         axis, outside, inside = (where and where[number]) or (-1, 1, 1)
