@@ -98,25 +98,25 @@ def test_files_are_short():
 
 BUDGETS = {
     # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
-    "applications": 6799,
+    "applications": 6774,
     "cli": 90,
     "curvature": 1623,
     "distributed": 298,
-    "experiments": 742,
+    "experiments": 740,
     "geometry": 1365,
     "integrations": 1505,
     "kernels": 1053,
-    "likelihoods": 1940,
-    "linalg": 3622,
+    "likelihoods": 1938,
+    "linalg": 3619,
     "network": 3838,
     "persistence": 261,
-    "posteriors": 7344,
+    "posteriors": 7335,
     "predictive": 937,
     "structured": 3209,
     "testing": 322,
-    "tuning": 4125,
+    "tuning": 4117,
 }
-REST = 1079
+REST = 1077
 """Lines of the files at the top: errors, checks, priors, metrics."""
 
 APART = ("cli", "experiments", "integrations")
@@ -143,9 +143,9 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_152
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_815
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_325
+    assert sum(lines.values()) <= 40_091
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_757
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_320
     assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45
 
