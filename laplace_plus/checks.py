@@ -24,7 +24,7 @@ LARGEST = 2**32
 """Most entries of a matrix that is written out: 65 536 × 65 536, 16 GiB in float32."""
 
 
-def zeros(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+def zeros(name: str, rows: int, columns: int, like: Tensor, fix: str | None = None) -> Tensor:
     """Zeros ``[rows, columns]`` for a matrix that is written out, of a tensor's type and where it is.
 
     :class:`ConfigurationError` beyond :data:`LARGEST` entries, or where there is no memory for them.
@@ -36,8 +36,7 @@ def zeros(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
         f"{name} cannot be written out.",
         expected="a matrix that fits into memory, of at most 2³² entries",
         got=f"{rows} × {columns}, {rows * columns * like.element_size() / 2**30:,.0f} GiB",
-        fix='Select fewer parameters, such as parameters="last_layer", or ask for products, samples or variances: '
-        "posterior.variance(), sample(n), functional_posterior(x).",
+        fix=fix or 'Select parameters="last_layer", or ask for variance(), sample(n), functional_posterior(x).',
     )
 
 

@@ -35,7 +35,7 @@ def net(width=3):
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.SWAG, lp.SampledLaplace])
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.SWAG, lp.SampledLaplace, lp.VariationalLastLayer])
 @pytest.mark.parametrize("view", ["precision_matrix", "covariance_matrix", "sample"])
 def test_matrices_beyond_the_largest_are_refused(cls, view, monkeypatch):
     posterior = cls(net(), "classification").fit(data())
@@ -44,7 +44,9 @@ def test_matrices_beyond_the_largest_are_refused(cls, view, monkeypatch):
     arguments = (posterior.n_parameters,) if view == "sample" else ()
     found = getattr(posterior, view)(*arguments)
     monkeypatch.setattr(checks, "LARGEST", posterior.n_parameters**2 - 1)
-    with pytest.raises(ConfigurationError, match="cannot be written out.*Got: 31 × 31.*last_layer"):
+    with pytest.raises(
+        ConfigurationError, match=f"cannot be written out.*Got: {posterior.n_parameters} × .*last_layer"
+    ):
         getattr(posterior, view)(*arguments)
     monkeypatch.setattr(checks, "LARGEST", posterior.n_parameters**2)
     assert getattr(posterior, view)(*arguments).shape == found.shape
@@ -56,6 +58,9 @@ def test_operators_beyond_the_largest_are_not_written_out(monkeypatch):
     monkeypatch.setattr(checks, "LARGEST", 31 * 31 - 1)
     with pytest.raises(ConfigurationError, match="operator cannot be written out"):
         operator.dense()
+    coupled = lp.LogDensity(lambda f, y: -f.logsumexp(0).sum(), couples_rows=True)
+    with pytest.raises(ConfigurationError, match="Hessian of a batch cannot.*smaller ones"):
+        lp.Full(net(), coupled).fit(data())
 
 
 def test_what_no_memory_holds_is_refused(monkeypatch):

@@ -385,10 +385,9 @@ def test_several_outputs_of_one_number():
 
 def test_inputs_of_another_length_than_the_targets():
     x, y = (torch.arange(11) % 6, torch.tensor([0, 4, 6])), torch.tensor([0, 1, 1])
-    posterior = lp.KFAC(nn.EmbeddingBag(6, 2).double(), "classification").fit([(x, y)])
+    posterior = lp.Full(nn.EmbeddingBag(6, 2).double(), "classification").fit([(x, y)])
     report = lp.evaluate(posterior, [(x, y)], other=[(x, y)])
     close(report["negative_log_likelihood"].network, nn.functional.cross_entropy(posterior.network.forward(x), y))
     many, prior = lp.Full(posterior.model, "classification").fit([(x, y)], n_trained=30), torch.eye(12).double()
     assert report.n_examples == 3
-    posterior = lp.Full(posterior.model, "classification").fit([(x, y)])
     assert_close(many.precision_matrix() - prior, 10 * (posterior.precision_matrix() - prior))

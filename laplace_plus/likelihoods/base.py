@@ -346,7 +346,8 @@ class Likelihood(ABC):
 
         Errors as of :meth:`output_root`.
         """
-        units = torch.eye(outputs.numel(), dtype=outputs.dtype, device=outputs.device).view(-1, *outputs.shape)
+        n, fix = outputs.numel(), "Each batch is one observation: let the loader give smaller ones."
+        units = checks.zeros("The Hessian of a batch", n, n, outputs, fix).fill_diagonal_(1).view(n, *outputs.shape)
         hessian = torch.stack([*_second_derivatives(self, outputs, targets, units, weight)]).flatten(1)
         return self._root(hessian)
 

@@ -189,7 +189,8 @@ class Deletions:
         if above:
             fix = "Use the prior precision that training had (a larger one), or float64."
             if self.leverages == "own":
-                fix = 'leverages="full" displaces by the exact Gauss-Newton matrix [P, P], and keeps this covariance.'
+                fix = 'leverages="full" displaces by the exact Gauss-Newton matrix [P, P], and keeps this covariance. '
+                fix += "Held-out data, such as lp.learn_noise(posterior, data), have no leverages."
             raise NotPositiveDefiniteError(
                 f"{above} of {len(values)} data have a leverage of one or more: without such a datum, the posterior "
                 "precision is not positive definite.",

@@ -268,14 +268,13 @@ class VariationalLastLayer(Posterior):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        checks.count("n", n)
-        q = self.q
+        q, mean = self.q, self.state.mean
+        result = checks.zeros("The matrix of samples", checks.count("n", n), len(mean), mean).add_(mean)
         moves = q.deviations(n, generator)
         if self.noise_shape:  # q has the mean of σ², and each draw a σ² of its own
             shape = self._solution().shape
             gammas = draw_by(torch._standard_gamma, torch.full((n, self.n_outputs), shape).to(moves), generator)
             moves = moves * ((shape - 1) / gammas).sqrt().unsqueeze(-1)
-        result = self.state.mean.expand(n, -1).clone()
         result[:, self.state.index] = (q.mean + moves).to(result)
         return result
 
