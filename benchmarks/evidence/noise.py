@@ -14,10 +14,10 @@ import warnings
 import torch
 from sklearn.datasets import load_digits, make_friedman1
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
 
 import laplace_plus as lp
 from laplace_plus.tuning import noise_from_residuals
-from laplace_plus.tuning.tangent_model import batch_jacobian
 
 LARGEST = 2500
 """Largest matrix that is inverted for ``dense``."""
@@ -86,13 +86,19 @@ def trained(net: nn.Sequential, x: Tensor, y: Tensor, decay: float, epochs: int)
     return net.eval()
 
 
-def dense(net: nn.Sequential, posterior: lp.Diagonal, x: Tensor, y: Tensor) -> float:
+def dense(net: nn.Sequential, x: Tensor, y: Tensor) -> float:
     """The tangent's least leave-one-out error over ridges a factor two apart; one noise level."""
-    network, (n, size) = posterior.network, y.shape
-    pairs = [batch_jacobian(network, part) for part in x.split(250)]
-    jacobian = torch.cat([pair[1] for pair in pairs]).double()
-    outputs = torch.cat([pair[0] for pair in pairs]).double()
-    targets = (y.double() - outputs).flatten() + jacobian @ network.vector().double()
+    n, size = y.shape
+    parameters = {name: parameter.detach().double() for name, parameter in net.named_parameters()}
+    vector = torch.cat([value.flatten() for value in parameters.values()])
+
+    def output(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(net, values, row[None])[0]
+
+    tree = vmap(jacrev(output), (None, 0), chunk_size=250)(parameters, x.double())
+    jacobian = torch.cat([block.reshape(n * size, -1) for block in tree.values()], 1)
+    outputs = functional_call(net, parameters, x.double())
+    targets = (y.double() - outputs).flatten() + jacobian @ vector
     wide = len(jacobian) <= jacobian.shape[1]
     layers = [sum(one.numel() for one in layer.parameters()) for layer in net if len(list(layer.parameters()))]
     for layer in jacobian.split(layers, 1):
@@ -143,7 +149,7 @@ def main() -> None:
         found = noise_from_residuals(posterior)
         seconds = time.process_time() - start
         small = min(n * y.shape[1], weights) <= LARGEST
-        exact = f"{dense(net, posterior, x[:n], y[:n]):.4f}" if small else ""
+        exact = f"{dense(net, x[:n], y[:n]):.4f}" if small else ""
         with torch.no_grad():
             new = float((net(x[n:]) - y[n:]).square().mean().sqrt())
         row = f"{name} | {weights} | {float(found.residual_std):.4f} | {new:.4f} | {float(found.noise_std):.4f}"

@@ -220,7 +220,7 @@ def _of_regression(
     rows = n_data * own.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
     share = min(1.0, ENOUGH / n_data, room(own) / rows)
     most = max(1, int(ENOUGH / (share * n_data)))  # positions of each example
-    terms, n_entries, n_rows = torch.zeros(len(scales), 2, dtype=torch.float64, device="cpu"), 0.0, 0.0
+    parts: list[tuple[Tensor, ...]] = []
     generator = torch.Generator().manual_seed(0)  # for covariances that are estimated
     for batch in thinned(iterate(data, device=own.network.device, progress=progress, description="new data"), share):
         found = own.functional_posterior(batch.inputs, generator=generator)
@@ -232,12 +232,13 @@ def _of_regression(
         covariance = found.covariance.reshape(-1, size, size)[kept].double()
         if own.structure.name == "full":
             covariance = _without_own(own, mean, targets, weight, covariance)
-        residuals = (estimate.noise_std / estimate.residual_std).to(mean) * (targets - mean)
-        terms += torch.stack([noise_terms(likelihood, residuals, weight, scale * covariance) for scale in scales])
-        n_entries += float((weight[:, None] * likelihood.observed(targets)).sum())
-        n_rows += float(weight.sum())
-    losses, factors = at_best_noise(terms, n_entries)
-    losses = losses / n_rows
+        parts.append(
+            (targets, (estimate.noise_std / estimate.residual_std).to(mean) * (targets - mean), weight, covariance)
+        )
+    targets, residuals, weight, covariance = (torch.cat(column) for column in zip(*parts, strict=True))
+    terms = torch.stack([noise_terms(likelihood, residuals, weight, scale * covariance) for scale in scales])
+    losses, factors = at_best_noise(terms, float((weight[:, None] * likelihood.observed(targets)).sum()))
+    losses = losses / float(weight.sum())
     best = int((losses <= losses.min() + TOLERANCE).nonzero()[0])
     value, last, scale, noise = float(losses[best]), float(losses[-1]), scales[best], float(factors[best])
     chosen = "network" if scale < 1 and last <= value else "marginal_likelihood" if scale == 1 else "new_data"

@@ -23,8 +23,8 @@ from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, 
 _ENTRIES, _ROWS = 1024, 32
 """Most entries of a block that is written out, and rows among them."""
 
-_CHUNK = 32 * 2**20
-"""Bytes of a kernel's rows that are formed together."""
+_CHUNK = 2 * 2**20
+"""Bytes of a kernel's rows that are formed together, which stay in a processor's cache."""
 
 
 @dataclass
@@ -51,15 +51,19 @@ class OutputGradients:
         blocks = {key: [side[positions.to(side.device)] for side in sides] for key, sides in self.blocks.items()}
         return OutputGradients(blocks, len(positions))
 
-    def by_block(self, weights: Tensor) -> OutputGradients:
-        """Each block's gradients by their mean square norm, of which each counts by its weight ``[p]``."""
+    def times(self, factors: Tensor) -> OutputGradients:
+        """Each gradient by its factor, ``[p]``."""
+        blocks = {key: [first * factors.to(first)[:, None], *rest] for key, (first, *rest) in self.blocks.items()}
+        return OutputGradients(blocks, self.count)
+
+    def by_block(self) -> OutputGradients:
+        """Each block's gradients by their mean square norm."""
         blocks = {}
         for key, (first, *rest) in self.blocks.items():
             squares = first.square().sum(1)
             for side in rest:
                 squares = squares * side.square().sum(1)
-            mean = weights.to(squares) @ squares / weights.sum()
-            blocks[key] = [first / mean.clamp_min(torch.finfo(first.dtype).tiny), *rest]
+            blocks[key] = [first / squares.mean().clamp_min(torch.finfo(first.dtype).tiny), *rest]
         return OutputGradients(blocks, self.count)
 
     def kernel(self, others: OutputGradients) -> Tensor:

@@ -120,14 +120,32 @@ def test_few_gradients_and_few_rows_give_the_error_of_all(monkeypatch, outputs):
             net[-1].weight.copy_(weights[:-1].T), net[-1].bias.copy_(weights[-1])
     for likelihood in (lp.Gaussian(1.0), lp.Gaussian(torch.ones(outputs))):
         posterior = lp.Diagonal(net, likelihood).fit(list(zip(x.split(150), y.split(150), strict=True)))
-        dense = noise_from_residuals(posterior)
         with monkeypatch.context() as patched:
-            patched.setattr(noise, "_GRADIENTS", (60, 120, 240))
+            patched.setattr(noise, "_PART", 800)
+            dense = noise_from_residuals(posterior)
+            patched.setattr(noise, "_PART", 200)
+            by_part = noise_from_residuals(posterior)
+            assert dense.marks is not None and by_part.marks is None
+            torch.testing.assert_close(by_part.noise_std, dense.noise_std, rtol=0.01, atol=0)
+            patched.setattr(noise, "_WHOLE", 300)
+            patched.setattr(noise, "_GRADIENTS", 240)
             few = noise_from_residuals(posterior)
-            assert not torch.equal(few.noise_std, dense.noise_std)
+            assert not torch.equal(few.noise_std, by_part.noise_std)
             torch.testing.assert_close(few.noise_std, dense.noise_std, rtol=0.02, atol=0)
             patched.setattr(noise, "_NUMBERS", 200 * outputs)
             torch.testing.assert_close(noise_from_residuals(posterior).noise_std, dense.noise_std, rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_one_ridge_as_by_eigenvectors(outputs):
+    features, targets = normal(24, 7), normal(24 // outputs, outputs, seed=1)
+    share = (torch.arange(24, dtype=torch.float64) % 4).view(-1, outputs)
+    features *= share.sqrt().view(-1, 1)
+    basis, values = noise._eigenvectors(features.T @ features, features)
+    left, ridge = noise._left_out_at_best(basis, values, targets, share, several=False)
+    kernel = noise._left_out_at(ridge, features @ features.T, None, targets, share)
+    torch.testing.assert_close(kernel, left)
+    torch.testing.assert_close(noise._left_out_at(ridge, features.T @ features, features, targets, share), left)
 
 
 def test_scales_of_layers_that_others_undo_do_not_matter():
