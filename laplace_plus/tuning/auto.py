@@ -64,7 +64,8 @@ class AutoTuning(TuningResult):
             that is best there), in nats for each observation; NaN where it is not known.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
         scales: Factors on the covariance that were compared, or variances of outputs of settings, G of them.
-        losses: The mean loss of each at the data, ``[G]``; of classes also that of the network, ``[G + 1]``.
+        losses: The mean loss of each at the data, ``[G]``; of classes also that of the network, ``[G + 1]``, and ∞ for
+            scales that are far wider than the best.
         between_losses: The mean loss of each and of the network between data, ``[G + 1]``; None without.
         wrong_labels: The rate of wrong labels that was found; None without a view between data.
     """

@@ -78,6 +78,9 @@ TOLERANCE = 0.005
 MASKED = -5e3
 """Logits below it are masked: no other input tells them, and they tell none."""
 
+WORSE = 0.05
+"""Nats by which a loss exceeds the least where no wider scale is tried."""
+
 LEAST_ROWS = 10
 """Data of which fewer tell nothing of each other."""
 
@@ -341,6 +344,25 @@ def fresh_labels(scores: Tensor, truth: Tensor, rate: float) -> Tensor:
 Score = Callable[[Prediction], Tensor]
 
 
+class Losses:
+    """Mean losses ``[G + 1]`` at scales and of the network, which is the last one, from there to wider scales.
+
+    Along scales losses have one minimum, and integrals of the link take longer for wide ones: those behind one that is
+    ``worse`` than the least are infinite until they are asked for.
+    """
+
+    def __init__(self, loss: Callable[[int], float], count: int, worse: float = WORSE) -> None:
+        self._loss, self.values = loss, torch.full((count,), math.inf, dtype=torch.float64)
+        for place in reversed(range(count)):
+            if self[place] > self.values.min() + worse:
+                break
+
+    def __getitem__(self, place: int) -> float:
+        if self.values[place].isinf():
+            self.values[place] = self._loss(place)
+        return float(self.values[place])
+
+
 @dataclass(frozen=True)
 class Views:
     """Mean losses ``[G + 1]`` of a posterior at scales of its covariance, and of the network itself, in two views."""
@@ -370,16 +392,18 @@ class Views:
             except Exception as failure:  # a network may refuse what lies between its inputs, in its own words
                 notes = f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         pairs = [(1.0, at), (BETWEEN, between)]
-        found = [(weight, losses) for weight, losses in pairs if losses is not None and bool(losses.isfinite().all())]
-        place, total = common_scale(found, self.scales), torch.full((network + 1,), math.nan)
-        if found:
-            total = torch.stack([weight * one for weight, one in found]).sum(0) / sum(weight for weight, _ in found)
-            place += place + 1 < network and float(total[-1] - total[place]) < LITTLE
-        fields = {"losses": at, "between_losses": between, "wrong_labels": rate}
-        gains = {"value": -float(total[place]), "expected_gain": float(total[-1] - total[place])}
-        return place, bool(found), notes, fields | gains
+        found = [(weight, losses) for weight, losses in pairs if losses is not None and math.isfinite(losses[network])]
 
-    def at_data(self, rows: Rows) -> Tensor | None:
+        def total(place: int) -> float:
+            return sum(weight * one[place] for weight, one in found) / sum(weight for weight, _ in found)
+
+        place = common_scale([(weight, one.values) for weight, one in found], self.scales)
+        place += bool(found) and place + 1 < network and total(network) - total(place) < LITTLE
+        value, gain = (-total(place), total(network) - total(place)) if found else (math.nan, math.nan)
+        views = {"losses": at and at.values, "between_losses": between and between.values, "wrong_labels": rate}
+        return place, bool(found), notes, {"value": value, "expected_gain": gain, **views}
+
+    def at_data(self, rows: Rows) -> Losses | None:
         """At the data, under their own targets, with the network's outputs told by others; None if they tell little."""
         likelihood, index = self.own.likelihood, rows.chosen(ROWS)
         if len(index) < LEAST_ROWS:
@@ -401,7 +425,7 @@ class Views:
         score: Score = lambda found: -(weights * found.log_prob(targets)).sum() / weights.sum()  # noqa: E731
         return self.losses_at(*rows.around(index[some]), told[some], score)
 
-    def between(self, rows: Rows) -> tuple[Tensor | None, float | None]:
+    def between(self, rows: Rows) -> tuple[Losses | None, float | None]:
         """Between neighbouring data, under new labels there, and the rate of wrong ones; either end's label is as good.
 
         None for numbers, for inputs of other forms, and where labels tell little of each other.
@@ -428,7 +452,7 @@ class Views:
         score: Score = lambda found: -(fresh * _logs(likelihood, found)).sum() / len(some)  # noqa: E731
         return self.losses_at(list(points.split(rows.batch_size)), None, None, score), rate
 
-    def losses_at(self, parts: list[Any], place: Tensor | None, outputs: Tensor | None, score: Score) -> Tensor:
+    def losses_at(self, parts: list[Any], place: Tensor | None, outputs: Tensor | None, score: Score) -> Losses:
         """Losses at inputs, or at some of their rows with other outputs."""
         own, likelihood, seed = self.own, self.own.likelihood, self.options["seed"]
         link, n, size = self.options["link"] or likelihood.links[0], self.options["n_samples"], self.own.n_outputs
@@ -439,15 +463,13 @@ class Views:
         if place is not None and outputs is not None:
             mean, covariance = outputs.to(mean), covariance[place]
 
-        def loss(scale: float, link: str | None) -> float:
+        def loss(number: int) -> float:
             source = None if seed is None else torch.Generator(device=mean.device).manual_seed(seed)
-            return float(
-                score(from_functional(likelihood, mean, scale * covariance, link=link, n_samples=n, generator=source))
-            )
+            scaled = self.scales[min(number, len(self.scales) - 1)] * covariance
+            kind = "network" if number == len(self.scales) and self.has_network else link
+            return float(score(from_functional(likelihood, mean, scaled, link=kind, n_samples=n, generator=source)))
 
-        losses = [loss(scale, link) for scale in self.scales]
-        losses.append(loss(1.0, "network") if self.has_network else losses[-1])
-        return torch.tensor(losses, dtype=torch.float64)
+        return Losses(loss, len(self.scales) + 1)
 
 
 def _logs(likelihood: Likelihood, found: Prediction) -> Tensor:

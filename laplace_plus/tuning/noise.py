@@ -194,9 +194,9 @@ def _left_out(
             kernel = features.T @ features
     targets, residual, share = table.view(3, -1, size)
     if ridge is not None:
-        return scale * _left_out_at(ridge, kernel, features, targets, share), share, None
-    basis, values = _eigenvectors(kernel, features)
-    left, _ = _left_out_at_best(basis, values, targets, share, several=likelihood.n_noise > 1)
+        return scale * left_out_at(ridge, kernel, features, targets, share), share, None
+    basis, values = eigenvectors(kernel, features)
+    left, _ = left_out_at_best(basis, values, targets, share, several=likelihood.n_noise > 1)
     return scale * left, share, _marks(basis, share.sqrt() * residual)
 
 
@@ -226,14 +226,14 @@ def _ridge_of_part(kernel: Tensor, table: Tensor, count: int, source: torch.Gene
     It spares the eigenvectors of all. They are needed for marks, and where a part interpolates, which tells no ridge.
     """
     part = torch.randperm(len(kernel), generator=source)[:_PART].to(kernel.device)
-    basis, values = _eigenvectors(kernel[part][:, part])
+    basis, values = eigenvectors(kernel[part][:, part])
     targets, residual, share = table[:, part, None]
-    left, ridge = _left_out_at_best(basis, values, targets, share, several=False)
+    left, ridge = left_out_at_best(basis, values, targets, share, several=False)
     small = bool((share * residual.square()).sum() < _SMALL**2 * (share * left.square()).sum())
     return None if small or len(part) == len(kernel) else ridge * (count / len(part)) ** 0.5
 
 
-def _eigenvectors(matrix: Tensor, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def eigenvectors(matrix: Tensor, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Those of a kernel, or of ``Φ Φᵀ`` by ``Φᵀ Φ``, ``[n·C, k]``, and eigenvalues ``[k]`` that count, ascending."""
     values, basis = torch.linalg.eigh(matrix)
     values = values.clamp_min(1e-24)
@@ -250,10 +250,10 @@ def _marks(basis: Tensor, residuals: Tensor) -> tuple[float, float]:
     return float(sums.min()), float(sums.max())
 
 
-def _left_out_at_best(
+def left_out_at_best(
     basis: Tensor, values: Tensor, targets: Tensor, share: Tensor, *, several: bool
 ) -> tuple[Tensor, float]:
-    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` by :func:`_eigenvectors`.
+    """Leave-one-out residuals ``[n, C]`` of ridge regression of targets ``[n, C]`` by :func:`eigenvectors`.
 
     And the ridge: of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms.
     """
@@ -276,7 +276,7 @@ def _left_out_at_best(
     return left[best], float(levels[best])
 
 
-def _left_out_at(ridge: float, matrix: Tensor, features: Tensor | None, targets: Tensor, share: Tensor) -> Tensor:
+def left_out_at(ridge: float, matrix: Tensor, features: Tensor | None, targets: Tensor, share: Tensor) -> Tensor:
     """The same at one ridge, by a kernel ``[n·C, n·C]``, or features ``[n·C, m]`` and ``Φᵀ Φ``, which it changes."""
     n, size = targets.shape
     flat = (targets * share.sqrt()).flatten()

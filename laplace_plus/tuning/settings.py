@@ -9,6 +9,7 @@ how much residuals grow for new data by :func:`~laplace_plus.tuning.noise_from_r
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from laplace_plus.network.batches import can_be_cut, cut, iterate
 from laplace_plus.predictive.from_outputs import from_samples
 from laplace_plus.tuning import new_data
 from laplace_plus.tuning.base import Tunable, tunes_noise
-from laplace_plus.tuning.new_data import TOLERANCE, Score, Views, thinned
+from laplace_plus.tuning.new_data import TOLERANCE, Losses, Score, Views, thinned
 from laplace_plus.tuning.noise import noise_from_residuals
 from laplace_plus.tuning.validation import Settings, Validation
 
@@ -40,14 +41,14 @@ class SettingViews(Views):
     most = new_data.POINTS
 
     @override
-    def losses_at(self, parts: list[Any], place: Tensor | None, outputs: Tensor | None, score: Score) -> Tensor:
+    def losses_at(self, parts: list[Any], place: Tensor | None, outputs: Tensor | None, score: Score) -> Losses:
         network = torch.cat([self.own.network.forward(x).flatten(0, -2) for x in parts])
         drawn = [torch.cat([_drawn(one, x, self.seed).flatten(1, -2) for x in parts], 1) for one in self.candidates]
         drawn.append(network[None])
         if place is not None and outputs is not None:  # what others tell of the network moves its samples
             drawn = [one[:, place] + (outputs - network[place]).to(one) for one in drawn]
-        losses = [float(score(from_samples(self.own.likelihood, one))) for one in drawn]
-        return torch.tensor(losses, dtype=torch.float64)
+        likelihood, every = self.own.likelihood, math.inf
+        return Losses(lambda place: float(score(from_samples(likelihood, drawn[place]))), len(drawn), every)
 
 
 def _drawn(candidate: Any, x: Any, seed: int) -> Tensor:

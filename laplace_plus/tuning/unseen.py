@@ -32,15 +32,13 @@ from laplace_plus.network.batches import batch_size, can_be_cut, cut, iterate, j
 from laplace_plus.predictive import from_functional
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.tuning.base import Tunable, TuningResult, tunes_noise
+from laplace_plus.tuning.new_data import WORSE
 
 SCALES = tuple(10 ** (k / 2) for k in range(-8, 5))
 """Mean variances ``s V`` of the outputs that are compared, as multiples of the noise's, or of one for logits."""
 
 LEAST, LARGEST, CLOSE = -1.5, 3.0, 0.02
 """Between which logarithms a temperature is searched, and how closely."""
-
-WORSE = 0.05
-"""Nats by which the loss exceeds the least where no larger scale is tried."""
 
 MOST, ENTRIES = 2000, 1e8
 """Left-out rows whose losses are compared, fewer where they have more than 10⁸ covariances of outputs together."""

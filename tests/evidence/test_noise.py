@@ -51,7 +51,7 @@ def test_ridge_regression_left_out_exactly(n, size, outputs):
     torch.testing.assert_close(estimate.target_std, y.var(0).mean().sqrt())
 
 
-def test_marks_of_training_are_those_of_the_eigenvectors():
+def test_marks_of_training_are_those_of_theeigenvectors():
     """Of least squares nothing is left in the span of the inputs; of other residuals what is not each row's own."""
     net, x, y = linear(40, 6)
     with torch.no_grad():
@@ -137,15 +137,15 @@ def test_few_gradients_and_few_rows_give_the_error_of_all(monkeypatch, outputs):
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_one_ridge_as_by_eigenvectors(outputs):
+def test_one_ridge_as_byeigenvectors(outputs):
     features, targets = normal(24, 7), normal(24 // outputs, outputs, seed=1)
     share = (torch.arange(24, dtype=torch.float64) % 4).view(-1, outputs)
     features *= share.sqrt().view(-1, 1)
-    basis, values = noise._eigenvectors(features.T @ features, features)
-    left, ridge = noise._left_out_at_best(basis, values, targets, share, several=False)
-    kernel = noise._left_out_at(ridge, features @ features.T, None, targets, share)
+    basis, values = noise.eigenvectors(features.T @ features, features)
+    left, ridge = noise.left_out_at_best(basis, values, targets, share, several=False)
+    kernel = noise.left_out_at(ridge, features @ features.T, None, targets, share)
     torch.testing.assert_close(kernel, left)
-    torch.testing.assert_close(noise._left_out_at(ridge, features.T @ features, features, targets, share), left)
+    torch.testing.assert_close(noise.left_out_at(ridge, features.T @ features, features, targets, share), left)
 
 
 def test_scales_of_layers_that_others_undo_do_not_matter():

@@ -235,6 +235,19 @@ def test_losses_of_both_views_are_those_of_predictions(kind):
     assert found.expected_gain == pytest.approx(float(total[-1] - total[place]), abs=1e-12)
 
 
+def test_wide_scales_are_tried_when_asked_for():
+    asked = []
+
+    def loss(place):
+        asked.append(place)
+        return [3.0, 2.0, 0.3, 0.1, 0.12, 0.2][place]
+
+    found = new_data.Losses(loss, 6)
+    assert asked == [5, 4, 3, 2] and found.values.isinf().tolist() == [True, True, False, False, False, False]
+    assert found[1] == 2.0 and found[1] == found.values[1] and asked == [5, 4, 3, 2, 1]
+    assert found.values.argmin() == 3 and not new_data.Losses(loss, 6, math.inf).values.isinf().any()
+
+
 def test_two_views_choose_a_common_scale():
     scales = (1.0, 0.1, 0.01, 1e-3, 1e-4)
 
