@@ -35,7 +35,7 @@ more. For `Full` over all weights the goal is at most five decompositions of a P
 Covariances of outputs at 200 data and as many midpoints take 55 % of the LSTM's time, where each of a datum's five
 outputs is a backward pass through 30 steps, and at 64 midpoints two thirds of the ViT's, with ten outputs each, more
 than its 64 rows take in training. Of the CNN's time 44 % is the eigendecomposition of a factor of 1568 rows, which the
-first prediction would take otherwise. What takes the time of 1000 classes was not taken apart. Fewer points would be
+first prediction would take otherwise. Of 1000 classes most of the time are the link's integrals. Fewer points would be
 cheaper, but decide worse: a mean loss at 200 has a standard error of about .06 nats.
 
 Of a regression's time two thirds are the left-out residuals of the tangent: three passes over the data, and
