@@ -90,12 +90,8 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
     before = capture.gradients(cotangent[None])
     after = capture.gradients(weighted[None], leaves=[*capture.leaves.values()])
     # How far results may be apart, relative to the largest entry: by the lowest precision in which layers compute.
-    dtypes = {outputs.dtype}
-    for call in capture.calls:
-        dtypes.add(call.output_like["dtype"])
-    for parameter in network.held.parameters.values():
-        if parameter.is_floating_point():
-            dtypes.add(parameter.dtype)
+    dtypes = {outputs.dtype, *[call.output_like["dtype"] for call in capture.calls]}
+    dtypes.update([own.dtype for own in network.held.parameters.values() if own.is_floating_point()])
     rounding = 0.2 if dtypes.difference(_ROUNDING) else max(map(_ROUNDING.__getitem__, dtypes))
     is_finite = bool(torch.isfinite(outputs.detach().sum()))  # or else the caller's error is about that
     is_certain = is_finite  # and a derivative reaches every call
