@@ -108,7 +108,7 @@ BUDGETS = {
     "kernels": 1053,
     "likelihoods": 1938,
     "linalg": 3619,
-    "network": 3838,
+    "network": 3840,
     "persistence": 261,
     "posteriors": 7335,
     "predictive": 937,
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_091
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_757
+    assert sum(lines.values()) <= 40_115
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_784
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_320
     assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_050
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_079
 
 
 @pytest.mark.slow

@@ -127,7 +127,9 @@ class Shadow:
                 own[key] = self.mapped(value)
         own["training"], own["_compiled_call_impl"] = False, None
         # Of an embedding: sparse gradients have few operations, scaled ones are no derivatives.
-        own.update({key: False for key in ("sparse", "scale_grad_by_freq") if theirs.get(key) is True})
+        for key in ("sparse", "scale_grad_by_freq"):
+            if theirs.get(key) is True:
+                own[key] = False
         own["_parameters"] = parameters = theirs["_parameters"].copy()
         if self.sharded is not None and any(map(is_sharded, parameters.values())):
             own["_parameters"], parameters = self.sharded(theirs["_parameters"]), {}
