@@ -114,7 +114,7 @@ BUDGETS = {
     "predictive": 937,
     "structured": 3209,
     "testing": 322,
-    "tuning": 4173,
+    "tuning": 4180,
 }
 REST = 1077
 """Lines of the files at the top: errors, checks, priors, metrics."""
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_115
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_784
+    assert sum(lines.values()) <= 40_130
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_799
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_320
     assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_079
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_110
 
 
 @pytest.mark.slow
