@@ -120,6 +120,14 @@ def test_noise_outside_of_the_data_stays_within_theirs():
     assert inside.min() <= far.min() and far.max() <= inside.max()
 
 
+def test_training_data_with_weights_are_left_out():
+    model = line()
+    x, y = data(model, growing, n=40)
+    plain = lp.learn_noise(lp.Full(model, lp.Gaussian()).fit([(x[:30], y[:30]), (x[30:], y[30:])]))
+    own = [(x[:30], (y[:30], torch.ones(30))), (x[30:], (y[30:], torch.ones(10)))]
+    assert lp.learn_noise(lp.Full(model, lp.Gaussian(weighted=True)).fit(own)).report == plain.report
+
+
 def test_training_data_are_left_out():
     model = line()
     rows = data(model, growing, n=100)

@@ -191,9 +191,9 @@ def learn_noise(
         if left is None:
             mean, variance = posterior.functional_posterior(batch.inputs, outputs="diagonal")
         else:
-            own = slice(first, first + len(batch.target))
+            own = slice(first, first + batch.size)
             mean, variance = left.mean[own], left.covariance[own].diagonal(dim1=-2, dim2=-1)
-            first += len(batch.target)
+            first += batch.size
         posterior.likelihood.validate(mean, batch.target)
         flat, targets, share = posterior.likelihood.rows(mean.double(), batch.target)
         residuals.append((targets - flat).nan_to_num(0.0))
