@@ -105,11 +105,13 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         is_certain = is_certain and bool(first.any()) and not isinstance(rows[-1], Tensor)
         if rows[-1] is None:
             costly.add(call.rows[0].name)
-    plain, unreached = dict[str, Tensor](), set[str]()
+    plain, unreached, idle = dict[str, Tensor](), set[str](), set[str]()  # idle in this batch, as a layer of no rows
     for (name, leaf), gradient in zip(capture.leaves.items(), after[len(before) :], strict=True):
+        plain[name] = torch.zeros_like(leaf) if gradient is None else gradient[0]
         if gradient is None:
             unreached.add(name)
-        plain[name] = torch.zeros_like(leaf) if gradient is None else gradient[0]
+        elif name not in parts and not plain[name].any():
+            idle.add(name)
     if capture.cuts_off:
         _warn_of_lost(network, capture, unreached)
     general, missed = set[str](), set[str]()
@@ -119,15 +121,16 @@ def _examine(network: Network, capture: Capture) -> tuple[Examined, bool]:
         if general.isdisjoint(map(_NAME, capture.calls[numbers[0]].rows)):
             missed |= _missed(capture, numbers, rows, after, plain, rounding)
     network.missed |= missed
-    costly |= missed
-    costly -= network.warned
+    costly = (costly | missed) - network.warned
     if n > 1 and costly:
         what = "Which rows belong to which example cannot be told from the calls that use"
         price = f"one backward pass for each of {n} examples in place of one for all"
         warn(f"{what} {_listed(sorted(costly))}. Each example's outputs are differentiated by themselves, at {price}.")
         network.warned |= costly
     general |= network.missed
-    return Examined(tuple(rows), frozenset(general), frozenset(unreached.difference(parts)), unreached), is_certain
+    unreached |= idle
+    unused = frozenset(unreached.difference(parts))
+    return Examined(tuple(rows), frozenset(general), unused, unreached), is_certain and not idle
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -158,12 +161,16 @@ def _order(first: Tensor, second: Tensor, weights: Tensor, rounding: float) -> T
     owners = ranked.indices[places]
     if not _close(second, first * weights[owners][:, None], rounding):
         return None
-    is_reached = norms > 0
-    counts = torch.bincount(owners[is_reached], minlength=n)
+    owners[norms == 0] = -1
+    for where in FIRST, ExampleAxis(0, True):  # examples that move as a whole take rows along that no gradient reaches
+        each = by_example(owners, n, where)
+        whole = each.amax(1, keepdim=True)
+        if bool(((each == whole) | (each < 0)).all()) and not bool((whole[whole >= 0].bincount() > 1).any()):
+            each.copy_(whole.expand_as(each))
+    counts = torch.bincount(owners[owners >= 0], minlength=n)
     if bool((counts > size // n).any()):
         return None
-    left = torch.arange(n, device=owners.device).repeat_interleave(size // n - counts)
-    owners[~is_reached] = left  # whose these rows are makes no difference
+    owners[owners < 0] = torch.arange(n, device=owners.device).repeat_interleave(size // n - counts)
     return owners.argsort(stable=True)
 
 
@@ -229,11 +236,8 @@ def _missed(
     total, one = torch.zeros(()), capture.calls[numbers[0]]
     for number in numbers:
         own = weighted[number].detach()
-        if rows[number] is None:  # each example's own gradients would take B backward passes: all rows as one example
-            gradients = capture.calls[number].alone(own[:, None])
-        else:
-            gradients = use_gradients(capture, number, rows[number], own)
-        found = gradients.total()[0]
+        own = own[:, None] if rows[number] is None else own  # all rows as one example: each by itself takes B passes
+        found = use_gradients(capture, number, rows[number], own).total()[0]
         total = total.to(found) + found
     wanted = one.index(plain).to(total)
     if not bool(torch.isfinite(wanted.sum())):  # whoever takes these gradients says so

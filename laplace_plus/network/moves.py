@@ -207,10 +207,9 @@ def _order(node: Any, count: int) -> list[int]:
     """Which axis of its input each axis of a transpose is."""
     if (dims := _kept(node, "dims")) is not None:
         return [_axis(number, count) for number in dims]
-    pair = [_axis(_kept(node, f"dim{number}", number), count) for number in range(2)]
+    one, other = (_axis(_kept(node, f"dim{number}", number), count) for number in range(2))
     order = list(range(count))
-    for one, other in (pair, reversed(pair)):
-        order[one] = other
+    order[one], order[other] = other, one
     return order
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from problems import batch_jacobian, relative_error
+from problems import batch_jacobian, ekfac, relative_error
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
@@ -33,13 +33,6 @@ def move(function):
 
 def sorted_by(key: Tensor) -> Tensor:
     return key.argsort(stable=True)
-
-
-def matrix_of(key: Tensor, like: Tensor) -> Tensor:
-    """The permutation matrix, by comparisons alone."""
-    unique = key * len(key) + torch.arange(len(key))
-    rank = (unique[:, None] > unique).sum(1)
-    return (rank == torch.arange(len(key))[:, None]).to(like)
 
 
 @move
@@ -92,29 +85,10 @@ def write(h, key, layer):
 
 
 @move
-def lists(h, key, layer):
-    order = sorted_by(key)
-    return layer(h[order.tolist()])[order.argsort().tolist()]
-
-
-@move
-def numpy(h, key, layer):
-    order = key.numpy().argsort(kind="stable")
-    return layer(h[order])[order.argsort()]
-
-
-@move
 def loop(h, key, layer):
     order = sorted(range(len(h)), key=lambda n: (int(key[n]), n))
     moved = layer(torch.stack([h[n] for n in order]))
     return torch.stack([moved[order.index(n)] for n in range(len(h))])
-
-
-@move
-def loop_of_questions(h, key, layer):
-    order = [n for n in range(len(h)) if key[n] % 2 == 0] + [n for n in range(len(h)) if key[n] % 2]
-    moved = layer(torch.cat([h[n : n + 1] for n in order]))
-    return torch.cat([moved[order.index(n)][None] for n in range(len(h))])
 
 
 @move
@@ -129,31 +103,11 @@ def permutation_matrix(h, key, layer):
 
 
 @move
-def einsum(h, key, layer):
-    matrix = matrix_of(key, h)
-    return torch.einsum("ij,id->jd", matrix, layer(F.linear(matrix, h.T)))
-
-
-@move
-def product_and_sum(h, key, layer):
-    matrix = matrix_of(key, h)
-    return (matrix.T[:, :, None] * layer((matrix[:, :, None] * h).sum(1))).sum(1)
-
-
-@move
 def masked_flip(h, key, layer):
     swap = (key > key.flip(0))[:, None]
     swap = swap | swap.flip(0)
     moved = layer(torch.where(swap, h.flip(0), h))
     return torch.where(swap, moved.flip(0), moved)
-
-
-@move
-def masked_pairs(h, key, layer):
-    n = len(h) // 2 * 2
-    a, b, swap = h[0:n:2], h[1:n:2], (key[0:n:2] > key[1:n:2])[:, None]
-    pairs = torch.stack([torch.where(swap, b, a), torch.where(swap, a, b)], 1)
-    return layer(torch.cat([pairs.flatten(0, 1), h[n:]]))
 
 
 @move
@@ -451,6 +405,51 @@ def test_kronecker_factors_are_those_of_each_example_by_itself(selection, name):
     model, batches = Net((name, name), ("linear", "linear")), data((4, 4, 3))
     alone = [((x[n, None], key[n, None]), y[n, None]) for (x, key), y in batches for n in range(len(y))]
     together, apart = (lp.KFAC(model, "classification", parameters=selection).fit(some) for some in (batches, alone))
+    assert relative_error(together.precision_matrix(), apart.precision_matrix()) < EXACT
+
+
+@pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal, lp.KFAC, ekfac])
+def test_layers_may_run_on_no_rows(cls):
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.expert = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+
+        def forward(self, x, key):
+            rows = (key > 2).nonzero()[:, 0]
+            return x.new_zeros(len(x), 2).index_put((rows,), self.expert(x[rows]))
+
+    torch.manual_seed(0)
+    (((x, key), y),) = data((4,))
+    some, none = ((x, key + 3), y), ((x, key * 0), y)
+    wanted, *found = (cls(Expert().double(), "classification") for _ in range(3))
+    for posterior, batches in zip(found, ([some, none], [none, some]), strict=True):
+        posterior.network.model.load_state_dict(wanted.network.model.state_dict())
+        precision = wanted.fit([some]).precision_matrix()
+        assert relative_error(posterior.fit(batches).precision_matrix(), precision) < EXACT
+        assert not posterior.functional_posterior(none[0]).covariance.any()
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("time_first", [False, True])
+def test_padding_moves_with_its_example(time_first, sharing):
+    class ByLength(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.output = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x, attention_mask):
+            order = attention_mask.sum(1).argsort()
+            rows = x[order].transpose(0, int(time_first))
+            moved = self.hidden(rows.flatten(0, 1)).tanh().view_as(rows).transpose(0, int(time_first))
+            return self.output((moved[order.argsort()] * attention_mask[:, :, None]).sum(1))
+
+    torch.manual_seed(0)
+    model, x, lengths = ByLength().double(), torch.randn(5, 4, 3).double(), torch.tensor([4, 2, 3, 1, 2])
+    inputs, target = {"x": x, "attention_mask": (torch.arange(4) < lengths[:, None]).long()}, torch.arange(5) % 2
+    alone = [({name: own[n, None] for name, own in inputs.items()}, target[n, None]) for n in range(5)]
+    batches = [[(inputs, target)], alone]
+    together, apart = (lp.KFAC(model, "classification", weight_sharing=sharing).fit(some) for some in batches)
     assert relative_error(together.precision_matrix(), apart.precision_matrix()) < EXACT
 
 
