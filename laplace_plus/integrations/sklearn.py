@@ -92,9 +92,10 @@ class LaplaceEstimator(BaseEstimator):
             torch.manual_seed(seed)
             if isinstance(self.module, BaseEstimator):
                 net: Any = self.module
-                if weighted and not self.prefit:
-                    what, fix = "A skorch net is trained without weights.", "Train it yourself, and pass prefit=True."
-                    raise UnsupportedError(what, got="sample_weight", fix=fix)
+                if not self.prefit and (weighted or y.ndim == 1 and net.criterion is nn.BCEWithLogitsLoss):
+                    what = "A skorch net trains without weights, and has an output for each class, of two, too."
+                    fix = "Take nn.CrossEntropyLoss. For weights train it yourself, and pass prefit=True."
+                    raise UnsupportedError(what, got=f"{net.criterion}{', sample_weight' * weighted}", fix=fix)
                 if not self.prefit:
                     net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
                 self.module_, likelihood = net.module_, as_trained(likelihood, [net.criterion_], adopts=True)
@@ -158,8 +159,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     def predict(self, X: Any) -> Array:
         """The most probable labels, ``[N]``."""
-        most_probable = self.predict_proba(X).argmax(1)
-        return self.classes_[most_probable]
+        return self.classes_[self.predict_proba(X).argmax(1)]
 
 
 class LaplaceRegressor(RegressorMixin, LaplaceEstimator):

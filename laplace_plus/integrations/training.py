@@ -92,10 +92,13 @@ def require_one_process(number: int) -> None:
 def as_trained(likelihood: Any, losses: Iterable[Any], *, adopts: bool = False) -> Any:
     """A likelihood with the class weights, label smoothing, … of those of torch's losses that training had.
 
-    One that is given by its name, or ``adopts``, takes them over. Where it has others, or losses differ, a warning says
-    so.
+    One that is given by its name, or ``adopts``, takes them over. A warning names others, and losses of no likelihood.
     """
     known, found = resolve_likelihood(likelihood), set[Likelihood]()
+    losses = [loss for loss in losses if isinstance(loss, nn.modules.loss._Loss)]
+    likely = nn.CrossEntropyLoss, nn.NLLLoss, nn.BCEWithLogitsLoss, nn.MSELoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss
+    if losses and not any(isinstance(loss, likely) for loss in losses):
+        warn(f"The loss of training, {losses[0]}, is not that of the posterior's likelihood, {known!r}.")
     for loss in losses:
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
             smoothing = getattr(loss, "label_smoothing", 0.0)

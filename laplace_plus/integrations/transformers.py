@@ -137,9 +137,8 @@ def text_choices(posterior: Posterior, *, average: bool = False) -> Through:
         if scored.ndim != 3 or input_ids.shape != scored.shape or not bool(kept.any(1).all()):  # noqa: PLR2004
             what, got = "The texts cannot be scored.", f"{list(input_ids.shape)} and {list(scored.shape)}"
             raise DataError(what, expected="input_ids and scored [N, K, T], tokens to score in each text", got=got)
-        flat = {"input_ids": input_ids.flatten(0, 1)}
-        for name, value in batch.items():
-            flat[name] = value.flatten(0, 1) if isinstance(value, Tensor) else value
+        batch["input_ids"] = input_ids
+        flat = {name: own.flatten(0, 1) if isinstance(own, Tensor) else own for name, own in batch.items()}
         logits = widen(output_tensor(call(model, flat))[:, :-1])
         found = logits.gather(-1, flat["input_ids"][:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
         found = (found * kept).sum(1) / (kept.sum(1) if average else 1)

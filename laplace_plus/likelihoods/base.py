@@ -225,7 +225,7 @@ class Likelihood(ABC):
                 "These are no targets with weights.",
                 expected=f"batches (x, (y, w)), w {list(shapes[0]) if shapes else '[B]'} or one for each position",
                 got=describe(targets),
-                fix="Leave weighted=True out where there are no weights, as with new targets.",
+                fix="Pass w.squeeze(-1) for an extra axis. Leave weighted=True out where there are no weights.",
             )
         return targets[0], weight
 
@@ -301,7 +301,7 @@ class Likelihood(ABC):
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
         """A copy with another observation noise; :class:`UnsupportedError` if there is none."""
         expected, got = "noise_std of lp.Gaussian alone", f"noise_std = {noise_std}"
-        self.lacks("has no observation noise", expected=expected, got=got)
+        self.lacks("has no observation noise", expected=expected, got=got, fix="Leave the noise, or its fit, out.")
 
     def lacks(
         self, what: str, *, expected: str | None = None, got: str | None = None, fix: str | None = None

@@ -160,7 +160,8 @@ class Categorical(Likelihood):
             close = (widen(q).sum(-1) - 1).abs() <= max(1e-4, 4 * torch.finfo(q.dtype).eps)
             if q.shape != outputs.shape or not bool(((q >= 0).all(-1) & close).all()):
                 expected = f"probabilities {list(outputs.shape)} that sum to one over the classes"
-                raise LabelError("The soft labels are no distributions.", expected=expected, got=describe(targets))
+                got, fix = describe(targets), "Of classes pass targets.long(), without an extra axis."
+                raise LabelError("The soft labels are no distributions.", expected=expected, got=got, fix=fix)
             return
         integers = targets.dtype != torch.bool and not targets.is_floating_point() and not targets.is_complex()
         if targets.shape != outputs.shape[:-1] or not integers:

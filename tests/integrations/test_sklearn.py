@@ -21,7 +21,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from laplace_plus.errors import UnseenRowsWarning
+from laplace_plus.errors import UnseenRowsWarning, UnsupportedError
 from laplace_plus.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
 from laplace_plus.integrations.training import as_trained
 
@@ -140,6 +140,8 @@ def test_skorch_nets_train_with_their_own_settings():
     fitted = net.fit(x, y)
     same = LaplaceClassifier(fitted, prefit=True).fit(x, y)
     assert same.module_ is fitted.module_
+    with pytest.raises(UnsupportedError, match="an output for each"):
+        LaplaceClassifier(skorch.NeuralNetBinaryClassifier(nn.Linear(4, 1))).fit(x, y > 0)
     values = skorch.NeuralNetRegressor(nn.Linear(4, 1), max_epochs=20, lr=0.1, verbose=0, train_split=None)
     assert LaplaceRegressor(values, random_state=0).fit(x, 100 * x[:, 0]).score(x, 100 * x[:, 0]) > 0.9
 
@@ -156,6 +158,8 @@ def test_options_of_losses_are_taken_over_or_named():
     for likelihood, losses in (("classification", [smooth, plain]), (lp.Bernoulli(), [rare]), ("regression", [smooth])):
         with pytest.warns(UserWarning, match="The loss of training was that of "):
             assert as_trained(likelihood, losses) is likelihood
+    with pytest.warns(UserWarning, match=r"The loss of training, HuberLoss\(\), is not that of .* Gaussian"):
+        as_trained("regression", [nn.HuberLoss()])
 
 
 def test_sample_weights_are_repeated_rows():

@@ -325,7 +325,7 @@ def test_weights_survive_a_file(tmp_path):
         ("classification", "pair", LabelError, "weighted=True"),
         (lp.Categorical(weighted=True), "plain", LabelError, "leave weighted=True out|Leave weighted=True out"),
         (lp.Categorical(weighted=True), "negative", LabelError, "weight of a target.*≥ 0"),
-        (lp.Categorical(weighted=True), "shape", LabelError, r"w \[24\]"),
+        (lp.Categorical(weighted=True), "shape", LabelError, r"w \[24\].*squeeze"),
         (lp.Bernoulli(pos_weight=(1.0, 2.0)), "plain", OutputError, "2 outputs, or one pos_weight"),
     ],
 )
