@@ -217,12 +217,20 @@ class Curvature:
         return sorted(mine.keys() ^ theirs.keys()) or [key for key in mine if mine[key] is not theirs[key]]
 
     def add_(self, other: Curvature) -> Curvature:
-        """Add further data's curvature in place; :class:`DataError` if the two treat some parameter differently."""
-        if changed := self.differences(other):
-            raise used_differently(changed)
-        theirs = {layout.key: block for layout, block in other}
+        """Add further data's, in place of zero blocks too; :class:`DataError` if they treat a parameter differently."""
+        changed, theirs = self.differences(other), {layout.key: block for layout, block in other}
+        alone = [pair for pair in (*self, *other) if pair[0].key in changed]
+        self.blocks = [pair for pair in self if pair[0].key not in changed]
         for layout, block in self:
             block.add_(theirs[layout.key])
+        if not changed:
+            return self
+        for layout, block in sorted(alone, key=lambda pair: pair[1].is_zero()):
+            if not block.is_zero() or not any(bool(torch.isin(layout.index, own.index).any()) for own in self.layouts):
+                self.blocks.append((layout, block.clone()))
+        places = torch.cat([layout.index.flatten() for layout in self.layouts])
+        if len(places) != sum(layout.n_entries for layout in other.layouts) or len(places.unique()) < len(places):
+            raise used_differently(changed)
         return self
 
     def clone(self) -> Curvature:
@@ -230,7 +238,7 @@ class Curvature:
         return Curvature([(layout, block.clone()) for layout, block in self])
 
     def corrected(self, weights: Tensor) -> Curvature:
-        """The same curvature with the eigenvalues of its Kronecker blocks set to zero, to be measured anew."""
+        """The same curvature, where eigenvalues of Kronecker blocks without a correction are zero, to be measured."""
         return Curvature([(lay, b.with_correction(weights) if isinstance(b, KroneckerBlock) else b) for lay, b in self])
 
     def dense(self, weights: Tensor) -> Tensor:
@@ -241,10 +249,6 @@ class Curvature:
             for positions, matrix in zip(layout.index.flatten(1).to(result.device), block.dense(weights), strict=True):
                 result[positions[:, None], positions] = matrix
         return result
-
-    def n_bytes(self) -> int:
-        """Memory that the blocks take."""
-        return sum(block.n_bytes() for _, block in self)
 
 
 def used_differently(keys: Sequence[str]) -> DataError:

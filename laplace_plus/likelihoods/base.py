@@ -409,8 +409,7 @@ class Likelihood(ABC):
         if isinstance(distribution, Categorical):
             return distribution.probs, distribution.probs * (1 - distribution.probs)
         mean, variance = distribution.mean, distribution.variance
-        is_one = mean.dim() < outputs.dim()  # number for each row
-        return (mean.unsqueeze(-1), variance.unsqueeze(-1)) if is_one else (mean, variance)
+        return (mean[..., None], variance[..., None]) if mean.dim() < outputs.dim() else (mean, variance)
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """Probabilities ``[N, K]`` of the classes of each observed label, from means ``E[y] [B, *, C]``."""

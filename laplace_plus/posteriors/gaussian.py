@@ -121,12 +121,9 @@ class GaussianPosterior(Posterior):
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
         earlier = before or self.earlier
         state, seen = self.sums(data, earlier, **options)
-        if earlier is not None:
-            state = earlier.plus(state)
-        elif corrected:
-            weights = self.backend.component_weights(self.likelihood)
-            state = replace(state, curvature=state.curvature.corrected(weights))
+        state = state if earlier is None else earlier.plus(state)
         if corrected:
+            state = replace(state, curvature=state.curvature.corrected(self.backend.component_weights(self.likelihood)))
             self._correct(data, state.curvature, seen, **options)
         if self.likelihood.n_noise > 1 and not bool((state.statistics.chunk(2)[1] > 0).all()):
             what, fix = "An output has no observed target, and so no noise level.", "Use noise_per_output=False."
@@ -390,7 +387,7 @@ class GaussianPosterior(Posterior):
             for name in others:
                 treatment.get(name, []).append(f"this use alone, tied to {first}")
         rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
-        title = f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature"
+        title = f"{self!r}, {sum(own.n_bytes() for _, own in curvature) / 2**20:.1f} MiB of curvature"
         with suppress(LaplacePlusError):  # an indefinite curvature has none
             effective = float(self.effective_dimension())
             title += f", {effective:.1f} effective parameters"

@@ -147,6 +147,8 @@ class KroneckerBlock(EigenBlock):
 
     def with_correction(self, weights: Tensor) -> KroneckerBlock:
         """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
+        if self.corrected is not None:
+            return self
         empty = torch.zeros(self.n_components, *self.shape, dtype=self.dtype, device=self.left_sums[0].device)
         return KroneckerBlock(self.left_sums, self.right_sum, self.count, empty, weights.detach().to(empty))
 

@@ -349,7 +349,7 @@ def ranks_that_disagree(rank: int, folder: Path) -> None:
             self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
 
         def forward(self, x: Tensor, flag: Tensor) -> Tensor:
-            return self.first(x) + self.second(x) if bool(flag[0]) else self.first(x)
+            return self.first(x) + (self.second(x) if bool(flag[0]) else x @ (2 * self.second.weight).mT)
 
     x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 0, 1])
     batch = [(x, torch.full((4,), rank), y)]

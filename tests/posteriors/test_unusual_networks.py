@@ -291,3 +291,12 @@ def test_parameters_that_are_made_anew_are_refused():
 def test_the_error_says_what_to_write_where_weights_are_constants():
     with pytest.raises(InputError, match=r"Weights are constants.*h.requires_grad_\(\)"):
         lp.Full(Forces(inner=True).double(), lp.Gaussian()).fit([(normal(6, 2), normal(6, 4))])
+
+
+@pytest.mark.parametrize("options", [{}, {"eigenvalue_corrected": True}])
+def test_further_data_may_use_other_parts(options):
+    model, likelihood, data = problem("heads")
+    posterior = lp.KFAC(model, likelihood, **options).fit(data[:1]).update(data[1:])
+    whole = lp.KFAC(model, likelihood, **options).fit(data)
+    torch.testing.assert_close(posterior.precision_matrix().trace(), whole.precision_matrix().trace())
+    assert posterior.predictive(data[1][0]).mean.shape == (4, 2)

@@ -255,8 +255,10 @@ def _placed(layout: Layout, block: Block, places: Tensor, network: Network) -> t
 def _sum(old: Curvature, new: Curvature, size: int) -> Curvature:
     """The sum of two tasks' curvatures, where a head that one of them does not use is zero, in whatever blocks."""
     mine, theirs = ({layout.key: layout for layout, _ in one} for one in (old, new))
-    if mine.keys() == theirs.keys() or any(getattr(block, "corrected", None) is not None for _, block in old):
-        return old.clone().add_(new)  # corrected eigenvalues are measured in the old blocks' bases
+    if mine.keys() == theirs.keys():
+        return old.clone().add_(new)
+    if any(getattr(block, "corrected", None) is not None for _, block in old):
+        raise used_differently(sorted(mine.keys() ^ theirs.keys()))  # eigenvalues are measured in the old blocks' bases
     if all(isinstance(block, DiagonalBlock) for one in (old, new) for _, block in one):
         first: Any = old.blocks[0][1]
         total = first.values.new_zeros(first.n_components, size)
@@ -265,17 +267,4 @@ def _sum(old: Curvature, new: Curvature, size: int) -> Curvature:
             layout.scatter_(total, block.values)
         regrouped = Curvature([(layout, DiagonalBlock(layout.gather(total))) for layout in new.layouts])
         return regrouped.add_(new)
-    shared = mine.keys() & theirs.keys()
-    found = Curvature([pair for pair in old if pair[0].key in shared]).clone()
-    found.add_(Curvature([pair for pair in new if pair[0].key in shared]))
-    alone = [pair for pair in (*old, *new) if pair[0].key not in shared]
-    covered = torch.zeros(size, dtype=torch.long)
-    for layout in found.layouts:
-        covered[layout.index] += 1
-    for layout, block in sorted(alone, key=lambda pair: pair[1].is_zero()):
-        if not covered[layout.index].any() or not block.is_zero():
-            found.blocks.append((layout, block.clone()))
-            covered[layout.index] += 1
-    if not bool((covered == 1).all()):
-        raise used_differently([layout.key for layout, _ in alone])
-    return found
+    return old.clone().add_(new)
