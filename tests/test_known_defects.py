@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from problems import LargestTensor, ekfac, ggn, jacobian, relative_error
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import ModelChangedError
+from laplace_plus.errors import ModelChangedError, OutputError
 
 EXACT = 1e-11  # float64, small networks
 
@@ -50,6 +53,19 @@ def test_samples_at_unrelated_inputs_are_independent(name):
         ).functional_samples
         correlation = torch.corrcoef(samples[:, :, 0].T)[0, 1].item()
         assert abs(correlation) < 5 / n**0.5  # five standard errors
+
+
+@each_class
+def test_joint_samples_follow_the_covariance_across_inputs(name):
+    """And at related inputs they must be correlated: the same input twice gives the same value twice."""
+    x, y = reals()
+    posterior = CLASSES[name](perceptron(), "regression").fit([(x, y)])
+    twice = x[:1].repeat(2, 1)
+    generator = torch.Generator().manual_seed(0)
+    samples = posterior.predictive(twice, joint=True, link="mc", n_samples=50, generator=generator).functional_samples
+    # The covariance of the two is singular; its root is right to the square root of float64's rounding.
+    assert (samples[:, 0] - samples[:, 1]).abs().max() < 1e-6
+    assert samples[:, 0].std(0).min() > 1e-3
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -137,6 +153,56 @@ def test_one_forward_pass_for_all_examples_and_outputs(name):
     assert len(calls) == 2
     posterior.fit_prior_precision("validation", data=[(x[:6], y[:6]), (x[6:], y[6:])])
     assert len(calls) == 4
+
+
+# -- types and checkpoints ---------------------------------------------------------------------------------------------
+
+
+@each_class
+def test_posteriors_can_be_copied_and_pickled(name):
+    """With their network, e.g. to send one to another process."""
+    x, y = classes()
+    posterior = CLASSES[name](perceptron(), "classification", parameters="last_layer").fit([(x, y)])
+    want = posterior.predictive(x).mean
+    for again in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert torch.equal(again.predictive(x).mean, want)
+        assert again.network.model is not posterior.network.model
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Two modules that hold one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_layer_wise_priors_of_shared_parameters():
+    """A weight that two modules share belongs to the first; the second's bias keeps a precision of its own."""
+    torch.manual_seed(0)
+    net, (x, y) = Shared().double(), classes()
+    for cls in CLASSES.values():
+        posterior = cls(net, "classification").fit([(x, y)]).fit_prior_precision(structure="layerwise")
+        assert posterior.layer_names == ("first", "second")
+        assert posterior.prior_precision.shape == (2,)
+
+
+# -- misuse ------------------------------------------------------------------------------------------------------------
+
+
+@each_class
+def test_one_logit_is_no_classifier(name):
+    """A softmax over one output always says 1, and its curvature is zero."""
+    x, y = classes()
+    with pytest.raises(OutputError, match="Bernoulli|binary"):
+        CLASSES[name](perceptron(1), "classification").fit([(x, y.clamp(max=1))])
 
 
 # -- data and networks that were refused -------------------------------------------------------------------------------

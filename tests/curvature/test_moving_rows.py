@@ -35,6 +35,13 @@ def sorted_by(key: Tensor) -> Tensor:
     return key.argsort(stable=True)
 
 
+def matrix_of(key: Tensor, like: Tensor) -> Tensor:
+    """The permutation matrix, by comparisons alone."""
+    unique = key * len(key) + torch.arange(len(key))
+    rank = (unique[:, None] > unique).sum(1)
+    return (rank == torch.arange(len(key))[:, None]).to(like)
+
+
 @move
 def stay(h, key, layer):
     return layer(h)
@@ -85,10 +92,29 @@ def write(h, key, layer):
 
 
 @move
+def lists(h, key, layer):
+    order = sorted_by(key)
+    return layer(h[order.tolist()])[order.argsort().tolist()]
+
+
+@move
+def numpy(h, key, layer):
+    order = key.numpy().argsort(kind="stable")
+    return layer(h[order])[order.argsort()]
+
+
+@move
 def loop(h, key, layer):
     order = sorted(range(len(h)), key=lambda n: (int(key[n]), n))
     moved = layer(torch.stack([h[n] for n in order]))
     return torch.stack([moved[order.index(n)] for n in range(len(h))])
+
+
+@move
+def loop_of_questions(h, key, layer):
+    order = [n for n in range(len(h)) if key[n] % 2 == 0] + [n for n in range(len(h)) if key[n] % 2]
+    moved = layer(torch.cat([h[n : n + 1] for n in order]))
+    return torch.cat([moved[order.index(n)][None] for n in range(len(h))])
 
 
 @move
@@ -103,11 +129,31 @@ def permutation_matrix(h, key, layer):
 
 
 @move
+def einsum(h, key, layer):
+    matrix = matrix_of(key, h)
+    return torch.einsum("ij,id->jd", matrix, layer(F.linear(matrix, h.T)))
+
+
+@move
+def product_and_sum(h, key, layer):
+    matrix = matrix_of(key, h)
+    return (matrix.T[:, :, None] * layer((matrix[:, :, None] * h).sum(1))).sum(1)
+
+
+@move
 def masked_flip(h, key, layer):
     swap = (key > key.flip(0))[:, None]
     swap = swap | swap.flip(0)
     moved = layer(torch.where(swap, h.flip(0), h))
     return torch.where(swap, moved.flip(0), moved)
+
+
+@move
+def masked_pairs(h, key, layer):
+    n = len(h) // 2 * 2
+    a, b, swap = h[0:n:2], h[1:n:2], (key[0:n:2] > key[1:n:2])[:, None]
+    pairs = torch.stack([torch.where(swap, b, a), torch.where(swap, a, b)], 1)
+    return layer(torch.cat([pairs.flatten(0, 1), h[n:]]))
 
 
 @move

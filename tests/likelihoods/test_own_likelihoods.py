@@ -38,6 +38,15 @@ def test_a_linear_log_density_has_no_curvature():
     assert torch.equal(own.output_root(torch.ones(2, 3), torch.ones(2, 3)), torch.zeros(2, 3, 3))
 
 
+def test_a_log_density_that_is_not_concave_is_named():
+    near, far = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1), 5.0, dtype=torch.float64)
+    assert StudentT().output_root(near, near).item() > 0
+    with pytest.raises(UnsupportedError, match="not concave"):
+        StudentT().output_root(far, near)
+    hessian = torch.autograd.functional.hessian(lambda f: -StudentT().log_density(f, near).sum(), far)
+    assert hessian.item() < 0
+
+
 def test_a_distribution_of_ones_own_gives_moments_and_samples():
     likelihood = Ordinal()
     outputs = normal(3, 2)
