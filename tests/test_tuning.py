@@ -278,13 +278,12 @@ def test_an_unfinished_tuning_says_so(method):
 
 
 def test_a_small_gain_far_from_the_optimum_is_no_convergence():
-    """Three steps leave a thousandth of a nat, and a precision that is 3.6 % off."""
     torch.manual_seed(0)
     x, net = torch.randn(20, 4).double() * torch.tensor([30, 1, 0.1, 0.01]), nn.Linear(4, 2).double()
     posterior = lp.Full(net, "classification").fit([(x, (x[:, 0] > 10 * torch.randn(20)).long())])
     with pytest.warns(ConvergenceWarning, match="max_iterations"):
         posterior.fit_prior_precision("em", max_iterations=3)
-    assert not posterior.tuning.converged
+    assert not posterior.tuning.converged  # a thousandth of a nat is missing, and the precision 3.6 % off
 
 
 def test_perfect_fit_has_a_bounded_noise():

@@ -128,7 +128,8 @@ class Tangent(EvidenceTuner):
             f"and an optimum within {optimum.decrement:.2g} nats after {search.n_iterations} alternations and "
             f"{search.n_steps} steps; raise max_iterations or max_steps, or the tolerance"
         )
-        what, accurate = "Tuning by the tangent model's evidence", optimum.decrement <= self.tolerance
+        what = "Tuning by the tangent model's evidence"
+        accurate = max(optimum.decrement, now.norm) <= self.tolerance  # a step moves θ*, too, and leads farther
         converged = now.has_converged(self.tolerance, what, advice, accurate=accurate)
         sem, precision_sem = now.sampling_errors()  # at this optimum
         converged = knows_precisions(what, precision_sem) and converged

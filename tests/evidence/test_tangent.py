@@ -23,6 +23,7 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
+from laplace_plus.integrations.training import train
 from laplace_plus.network.linearization import jvp
 from laplace_plus.priors import Groups
 from laplace_plus.tuning import TangentModel, tangent_model, tangent_optimum
@@ -323,12 +324,18 @@ def test_data_are_needed_again():
 def test_an_unfinished_optimisation_says_so():
     net, x, y = mlp_problem()
     posterior = lp.Diagonal(net, "classification").fit([(x, y)])
-    with pytest.warns(ConvergenceWarning, match="max_iterations"):
-        posterior.fit_prior_precision(evidence="tangent", max_iterations=1)
-    assert not posterior.tuning.converged
-    with pytest.warns(ConvergenceWarning, match="max_steps"):
-        posterior.fit_prior_precision(evidence="tangent", max_steps=1, max_iterations=3)
-    assert not posterior.tuning.converged
+    for few in ({"max_iterations": 1}, {"max_steps": 1, "max_iterations": 3}):
+        with pytest.warns(ConvergenceWarning, match="raise max_iterations or max_steps"):
+            posterior.fit_prior_precision(evidence="tangent", **few)
+        assert not posterior.tuning.converged
+    torch.manual_seed(1)
+    x, net = torch.randn(50, 4).double() * torch.tensor([30, 1, 0.1, 0.01]), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    net = net.append(nn.Linear(4, 2)).double()
+    data = [(x, torch.stack([x[:, 0] / 30, x[:, 1]], 1) + 0.3 * torch.randn(50, 2))]
+    train(net, *data[0], nn.MSELoss(), epochs=60, lr=1e-2, weight_decay=0.0, batch_size=50)
+    with pytest.warns(ConvergenceWarning, match="max_iterations"):  # a step of the noise gains little, but γ is 5.6
+        found = lp.Full(net, "regression").fit(data).fit_prior_precision(lp.Tangent("layerwise", max_iterations=5))
+    assert not found.tuning.converged and found.tuning.gradient_norm > 0.01
 
 
 def test_a_loss_that_is_not_finite_is_named():
