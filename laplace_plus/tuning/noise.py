@@ -182,7 +182,7 @@ def _left_out(
     with exact_arithmetic(network):
         gradients, columns = zip(*_numbers(network, likelihood, data, scale, drawn), strict=True)
         span, table = OutputGradients.join(gradients), torch.cat(columns, 1)
-        weighted = span.by_block()
+        weighted = span.by_block(scale[drawn.to(scale.device) % size].square())  # of gradients that are not by scale
         kernel = span.kernel(weighted)
         ridge, features = _ridge_of_part(kernel, table, len(numbers), source), None
         if not whole:

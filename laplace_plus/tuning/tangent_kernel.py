@@ -56,14 +56,15 @@ class OutputGradients:
         blocks = {key: [first * factors.to(first)[:, None], *rest] for key, (first, *rest) in self.blocks.items()}
         return OutputGradients(blocks, self.count)
 
-    def by_block(self) -> OutputGradients:
-        """Each block's gradients by their mean square norm."""
+    def by_block(self, weights: Tensor) -> OutputGradients:
+        """Each block's gradients by their mean square norm, of which each counts by its weight ``[p]``."""
         blocks = {}
         for key, (first, *rest) in self.blocks.items():
             squares = first.square().sum(1)
             for side in rest:
                 squares = squares * side.square().sum(1)
-            blocks[key] = [first / squares.mean().clamp_min(torch.finfo(first.dtype).tiny), *rest]
+            mean = weights.to(squares) @ squares / len(squares)
+            blocks[key] = [first / mean.clamp_min(torch.finfo(first.dtype).tiny), *rest]
         return OutputGradients(blocks, self.count)
 
     def kernel(self, others: OutputGradients) -> Tensor:

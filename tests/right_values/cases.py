@@ -99,10 +99,9 @@ def random(problem: Problem, seed: int, *, cls: str, **options: Any) -> Values:
 
 
 def updated(problem: Problem, seed: int, *, cls: str, **options: Any) -> Values:
-    """Batch by batch in place of one fit."""
+    """In two calls in place of one fit; in the first as many rows as make the bases of corrected eigenvalues unique."""
     posterior = problem.make(cls, **options)
-    for batch in problem.batches:
-        posterior.update([batch])
+    posterior.update(problem.batches[:2]).update(problem.batches[2:])
     return {"exact": {"evidence": posterior.log_marginal_likelihood(), **functional(posterior, problem)}}
 
 
