@@ -159,7 +159,8 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     def predict(self, X: Any) -> Array:
         """The most probable labels, ``[N]``."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        most_probable = self.predict_proba(X).argmax(1)  # before the fit an error that scikit-learn knows
+        return self.classes_[most_probable]
 
 
 class LaplaceRegressor(RegressorMixin, LaplaceEstimator):

@@ -100,7 +100,7 @@ def test_the_error_says_what_works(density):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGainWarning)
         posterior.fit_prior_precision()
-    assert posterior.tuning.losses.isfinite().all()
+    assert not posterior.tuning.losses.isnan().any()
     assert bool(posterior.predictive(x).mean.isfinite().all())
 
 
