@@ -98,25 +98,25 @@ def test_files_are_short():
 
 BUDGETS = {
     # lines, docstrings and comments included; lowered to what was reached, raised only by a commit that cuts elsewhere
-    "applications": 6774,
+    "applications": 6753,
     "cli": 90,
-    "curvature": 1623,
+    "curvature": 1619,
     "distributed": 298,
-    "experiments": 740,
+    "experiments": 738,
     "geometry": 1365,
-    "integrations": 1505,
-    "kernels": 1053,
-    "likelihoods": 1938,
-    "linalg": 3619,
+    "integrations": 1506,
+    "kernels": 1052,
+    "likelihoods": 1936,
+    "linalg": 3616,
     "network": 3840,
     "persistence": 261,
-    "posteriors": 7335,
+    "posteriors": 7319,
     "predictive": 937,
-    "structured": 3209,
+    "structured": 3208,
     "testing": 322,
-    "tuning": 4180,
+    "tuning": 4176,
 }
-REST = 1077
+REST = 1076
 """Lines of the files at the top: errors, checks, priors, metrics."""
 
 APART = ("cli", "experiments", "integrations")
@@ -143,15 +143,15 @@ def test_folders_keep_their_budgets():
 
 def test_the_package_does_not_grow():
     lines = lines_by_part()
-    assert sum(lines.values()) <= 40_130
-    assert sum(n for part, n in lines.items() if part not in APART) <= 37_799
+    assert sum(lines.values()) <= 40_112
+    assert sum(n for part, n in lines.items() if part not in APART) <= 37_778
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 13_320
     assert size.raises_of(size.FILES) <= 317
     assert len(size.public_names(lp.KFAC)) <= 45
 
 
 def test_tests_do_not_grow():
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_264
+    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 41_230
 
 
 @pytest.mark.slow
