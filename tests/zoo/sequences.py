@@ -184,7 +184,7 @@ NETWORKS = [
         weights("head"),
         ("position",),
     ),
-    Architecture("seq2seq", Seq2Seq, pair(normal(3, 4), normal(2, 4)), 2, weights("head"), positions=(2,), flat=True),
+    Architecture("seq2seq", Seq2Seq, pair(normal(2, 4), normal(3, 4)), 2, weights("head"), positions=(3,), flat=True),
     Architecture(
         "attention",
         Attention,
@@ -196,28 +196,17 @@ NETWORKS = [
     Architecture(
         "tied_language_model", TiedLanguageModel, tokens(4, 7), 7, ("decoder.weight",), ("embedding.weight",), (4,)
     ),
-    Architecture("bert", bert, padded(5), 3, weights("classifier"), ("*position_embeddings*",), as_mapping=True),
-    Architecture(
-        "bert_tokens",
-        bert_tokens,
-        padded(5),
-        3,
-        weights("classifier"),
-        ("*position_embeddings*",),
-        (5,),
-        as_mapping=True,
-    ),
-    Architecture(
-        "distilbert", distilbert, padded(5), 3, weights("classifier"), ("*position_embeddings*",), as_mapping=True
-    ),
-    Architecture("gpt2", gpt2, padded(5), 3, ("score.weight",), ("transformer.wpe.weight",), as_mapping=True),
+    Architecture("bert", bert, padded(5), 3, weights("classifier"), as_mapping=True),
+    Architecture("bert_tokens", bert_tokens, padded(5), 3, weights("classifier"), positions=(5,), as_mapping=True),
+    Architecture("distilbert", distilbert, padded(5), 3, weights("classifier"), as_mapping=True),
+    Architecture("gpt2", gpt2, padded(5), 3, ("score.weight",), as_mapping=True),
     Architecture(
         "gpt2_language_model",
         gpt2_language_model,
         mapping(tokens(3), "input_ids"),
         11,
         ("lm_head.weight",),
-        ("transformer.wpe.weight", "transformer.wte.weight"),
+        ("transformer.wte.weight",),
         (3,),
         as_mapping=True,
     ),

@@ -270,6 +270,7 @@ def test_eigenvalue_corrected_trace(architecture):
 @pytest.mark.quick(
     "lstm", "transformer_encoder", "tied_language_model", "bilinear", "siamese", "graph", "embedding_bag"
 )
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @each_typical
 def test_full(architecture):
     if oracle(architecture)[0].shape[-1] > 1500:
@@ -305,6 +306,7 @@ def test_last_layer(architecture, cls):
     assert_functional(posterior, architecture)
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.quick(
     "unet",
     "lstm",

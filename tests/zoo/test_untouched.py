@@ -64,6 +64,7 @@ def in_mixed_modes(architecture: Architecture) -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.quick(
     "lstm-KFAC", "unet-KFAC", "transformer_encoder-KFAC", "tied_language_model-KFAC", "mixture_of_experts-KFAC"
 )
@@ -91,6 +92,7 @@ def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.filterwarnings("ignore:Which rows belong")
 @pytest.mark.quick("lstm-Diagonal", "unet-Diagonal", "transformer_encoder-Diagonal")
 @pytest.mark.parametrize("cls", [pytest.param(lp.KFAC, marks=pytest.mark.slow), lp.Diagonal])
 @each_typical
