@@ -93,7 +93,7 @@ class LaplaceEstimator(BaseEstimator):
             if isinstance(self.module, BaseEstimator):
                 net: Any = self.module
                 if not self.prefit and (weighted or y.ndim == 1 and net.criterion is nn.BCEWithLogitsLoss):
-                    what = "A skorch net trains without weights, and has an output for each class, of two, too."
+                    what = "A skorch net is trained without weights, and has an output for each class."
                     fix = "Take nn.CrossEntropyLoss. For weights train it yourself, and pass prefit=True."
                     raise UnsupportedError(what, got=f"{net.criterion}{', sample_weight' * weighted}", fix=fix)
                 if not self.prefit:

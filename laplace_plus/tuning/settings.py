@@ -47,8 +47,8 @@ class SettingViews(Views):
         drawn.append(network[None])
         if place is not None and outputs is not None:  # what others tell of the network moves its samples
             drawn = [one[:, place] + (outputs - network[place]).to(one) for one in drawn]
-        likelihood, every = self.own.likelihood, math.inf
-        return Losses(lambda place: float(score(from_samples(likelihood, drawn[place]))), len(drawn), every)
+        likelihood = self.own.likelihood
+        return Losses(lambda one: float(score(from_samples(likelihood, drawn[one]))), len(drawn), worse=math.inf)
 
 
 def _drawn(candidate: Any, x: Any, seed: int) -> Tensor:
